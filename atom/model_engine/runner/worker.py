@@ -1,0 +1,53 @@
+"""The interface between the engine core and whatever computes a step: a model on a device, or a fake."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from atom.core import BatchOutput, CacheGroupSpec, ScheduledBatch
+
+ReportProgress = Callable[[str, float], None]  # (phase, fraction in [0, 1])
+
+
+class Worker(ABC):
+    """Computes steps. Calls come from one thread, in this order: ``load``, ``cache_groups``, ``allocate``,
+    ``warm_up``, then ``launch`` / ``sample`` / ``wait`` for each step, and ``close`` once.
+
+    Steps run in launch order on one stream: what a step frees may be written by the next.
+    """
+
+    @abstractmethod
+    def load(self, report: ReportProgress) -> None:
+        """Build the model and load its weights. Raises ModelLoadError, CacheBudgetError."""
+
+    @abstractmethod
+    def cache_groups(self) -> list[CacheGroupSpec]:
+        """The model's cache groups with ``num_blocks`` set from the memory budget. Raises CacheBudgetError."""
+
+    @abstractmethod
+    def allocate(self, groups: list[CacheGroupSpec]) -> None:
+        """Allocate the KV cache and the device tables."""
+
+    @abstractmethod
+    def warm_up(self, report: ReportProgress) -> None:
+        """Run the largest step that the limits allow, so that they are proven."""
+
+    @abstractmethod
+    def launch(self, batch: ScheduledBatch) -> Any:
+        """Publish the step's inputs and start the forward pass. Returns a handle; never waits for the device."""
+
+    @abstractmethod
+    def sample(self, handle: Any, masks: Any = None) -> None:
+        """Start sampling for a launched step. ``masks`` are late token masks (see ``model_ops.sampler``)."""
+
+    @abstractmethod
+    def wait(self, handle: Any) -> BatchOutput:
+        """The step's result; the only call that waits for the device."""
+
+    @abstractmethod
+    def info(self) -> dict[str, Any]:
+        """Device, dtype, backends and memory, for the log, ``/server_info`` and the demo."""
+
+    def close(self) -> None:
+        """Give all memory back."""
+        return None

@@ -27,3 +27,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # first output only; first entry None
     error: str | None = None
     kv_transfer_params_output: dict | None = None
+    queue_time_s: float | None = None  # first output only: from arrival to the first forward pass

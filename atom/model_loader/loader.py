@@ -1,0 +1,167 @@
+"""Weights of a checkpoint into the parameters of a model.
+
+What a model offers (``atom/models``):
+
+``map_checkpoint_name(name) -> (parameter name, shard id | None) | None``
+    Where a tensor of the Hugging Face layout goes; None: it belongs to nothing that this model (or this
+    rank) has, and that is fine.
+``gguf_tensor_name(name) -> Hugging Face name | None`` and ``convert_gguf(hf_name, tensor) -> tensor``
+    The same model as llama.cpp stores it.
+``parameter.weight_loader(parameter, tensor, shard_id)`` and ``parameter.expected_shards``
+    Copies a tensor, or this rank's part of it, into the parameter; absent: a plain copy of one tensor.
+``after_load()``
+    Packs and converts once everything is there.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from atom.errors import ModelLoadError
+from atom.model_loader.checkpoint import TensorInfo
+from atom.model_loader.dummy import load_dummy
+from atom.model_loader.lazy_tensor import LazyTensor
+from atom.model_loader.model_files import ModelFiles
+from atom.model_loader.prefetch import prefetch
+from atom.model_loader.weight_file import StoredRows, WeightFile, open_weight_file
+from atom.utils import envs
+
+__all__ = ["load_dummy", "load_weights"]
+
+ReportFn = Callable[[str, float], None]
+ShardId = Any
+_LISTED = 5  # problems of a kind that a message lists
+
+
+@dataclass(slots=True)
+class _Assignment:
+    """One tensor of the checkpoint and the place it goes to."""
+
+    info: TensorInfo
+    checkpoint_name: str  # in the Hugging Face layout
+    parameter_name: str
+    parameter: nn.Parameter
+    shard_id: ShardId
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, files: ModelFiles, *, report: ReportFn | None = None) -> None:
+    """Stream every tensor of ``files`` into ``model`` and run its ``after_load``.
+
+    Args:
+        model: the contract at the top of this module; parameters are allocated, in their final dtype.
+        report: called with ("weights", fraction of bytes done) now and then, in this thread.
+
+    Raises:
+        ModelLoadError: tensors are missing, unknown, truncated or of the wrong shape. Names, counts and
+            files of the first few are listed. The model is then unusable.
+    """
+    assignments = _assign(model, files)
+    total = sum(item.info.num_bytes for item in assignments) or 1
+    use_mmap = not envs.ATOM_DISABLE_MMAP
+    done = 0
+    problems: list[str] = []
+    with _readers(files, use_mmap) as (opened, map_chunks):
+        for item in assignments:
+            tensor = _tensor(opened, item, map_chunks)
+            if files.kind == "gguf":
+                tensor = model.convert_gguf(item.checkpoint_name, tensor)
+            try:
+                _put(item, tensor)
+            except (RuntimeError, ValueError, IndexError, ModelLoadError) as error:
+                problems.append(_shape_problem(item, error))
+            opened[item.info.file].release(item.info.offset, item.info.num_bytes)
+            done += item.info.num_bytes
+            if report is not None:
+                report("weights", done / total)
+    if problems:
+        raise ModelLoadError(_listing(f"tensors of {files.path} do not fit the model", problems))
+    after_load = getattr(model, "after_load", None)
+    if after_load is not None:
+        after_load()
+
+
+def _assign(model: nn.Module, files: ModelFiles) -> list[_Assignment]:
+    """Decide where every tensor goes, in file order, before any weight is read."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    arrived: dict[int, set[ShardId]] = {id(parameter): set() for parameter in parameters.values()}
+    assignments: list[_Assignment] = []
+    unknown: list[str] = []
+    for info in sorted(files.tensors.values(), key=lambda info: (info.file, info.offset)):
+        name = model.gguf_tensor_name(info.name) if files.kind == "gguf" else info.name
+        place = model.map_checkpoint_name(name) if name is not None else None
+        if place is None:
+            continue
+        parameter_name, shard_id = place
+        parameter = parameters.get(parameter_name)
+        expected = _expected_shards(parameter) if parameter is not None else ()
+        if parameter is None or shard_id not in expected:
+            where = parameter_name if shard_id is None else f"{parameter_name} shard {shard_id!r}"
+            unknown.append(f"{info.name} ({info.file.name}, shape {list(info.shape)}) -> {where}")
+            continue
+        arrived[id(parameter)].add(shard_id)
+        assignments.append(_Assignment(info, name, parameter_name, parameter, shard_id))
+    missing = []
+    for name, parameter in model.named_parameters():
+        for shard_id in _expected_shards(parameter):
+            if shard_id not in arrived[id(parameter)]:
+                shard = "" if shard_id is None else f" shard {shard_id!r}"
+                missing.append(f"{name}{shard} (parameter shape {list(parameter.shape)})")
+    messages = []
+    if missing:
+        messages.append(_listing(f"{files.path} lacks tensors of this model", missing))
+    if unknown:
+        messages.append(_listing(f"{files.path} has tensors that this model does not know", unknown))
+    if messages:
+        raise ModelLoadError("; ".join(messages))
+    return assignments
+
+
+def _expected_shards(parameter: nn.Parameter) -> Sequence[ShardId]:
+    return getattr(parameter, "expected_shards", (None,))
+
+
+def _put(item: _Assignment, tensor: torch.Tensor) -> None:
+    loader = getattr(item.parameter, "weight_loader", None)
+    if loader is not None:
+        loader(item.parameter, tensor, item.shard_id)
+    elif tensor.shape != item.parameter.shape:
+        raise ValueError(f"expected {list(item.parameter.shape)}, found {list(tensor.shape)}")
+    else:
+        item.parameter.data.copy_(tensor)
+
+
+def _shape_problem(item: _Assignment, error: Exception) -> str:
+    shard = "" if item.shard_id is None else f" shard {item.shard_id!r}"
+    reason = str(error).splitlines()[0] if str(error) else repr(error)
+    return (
+        f"{item.info.name} in {item.info.file.name}: found shape {list(item.info.shape)}, expected what fills "
+        f"{item.parameter_name}{shard} of shape {list(item.parameter.shape)} ({reason})"
+    )
+
+
+def _listing(what: str, problems: list[str]) -> str:
+    more = f" and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""
+    return f"{what} ({len(problems)}): {'; '.join(problems[:_LISTED])}{more}"
+
+
+def _tensor(opened: dict[Path, WeightFile], item: _Assignment, map_chunks: Any) -> torch.Tensor:
+    source = StoredRows(opened[item.info.file], item.info)
+    source.map_chunks = map_chunks
+    return LazyTensor(source) if item.info.shape else source.read_rows(0, 1).view(())
+
+
+@contextmanager
+def _readers(files: ModelFiles, use_mmap: bool) -> Iterator[tuple[dict[Path, WeightFile], Any]]:
+    """Open every weight file, warm the page cache in the background and keep threads for row chunks."""
+    paths = sorted({info.file for info in files.tensors.values()})
+    opened = {path: open_weight_file(path, use_mmap) for path in paths}
+    num_threads = max(1, min(envs.ATOM_LOADER_NUM_THREADS, torch.get_num_threads()))
+    with prefetch(paths), ThreadPoolExecutor(num_threads, "atom-load") as pool:
+        yield opened, (pool.map if num_threads > 1 else None)

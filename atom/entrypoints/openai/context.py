@@ -1,0 +1,67 @@
+"""What every endpoint shares."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from atom.entrypoints.openai.chat_template import ChatTemplate, load_chat_template
+from atom.entrypoints.openai.inflight import InflightRequests
+from atom.entrypoints.openai.metrics import EngineSnapshot, ServerMetrics
+
+if TYPE_CHECKING:
+    from atom.model_engine.llm_engine import LLMEngine
+
+NUM_TEMPLATE_THREADS = 2  # rendering is pure Python and holds the GIL: more threads would not be faster
+
+
+@dataclass
+class ServerContext:
+    """The engine and the state of the server around it."""
+
+    engine: "LLMEngine"
+    served_model_name: str
+    chat_template: ChatTemplate | None
+    inflight: InflightRequests = field(default_factory=InflightRequests)
+    executor: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(NUM_TEMPLATE_THREADS, "atom-template")
+    )
+    created: int = field(default_factory=lambda: int(time.time()))
+    metrics: ServerMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = ServerMetrics(self._read_engine, lambda: len(self.inflight))
+
+    def _read_engine(self) -> EngineSnapshot:
+        health = self.engine.health()
+        phases = self.engine.info().get("startup_phases", {})
+        stats = self.engine.stats()
+        taken_at = time.time() if stats else 0.0
+        return EngineSnapshot(stats, phases, health.ok, health.heartbeat_age_s, taken_at)
+
+
+def make_context(
+    engine: "LLMEngine",
+    *,
+    served_model_name: str | None = None,
+    chat_template: str | None = None,
+    default_chat_template_kwargs: dict[str, Any] | None = None,
+) -> ServerContext:
+    """The context of a server in front of ``engine``.
+
+    Args:
+        served_model_name: name in the API; the engine's model path by default.
+        chat_template: a path or Jinja; the model's own by default.
+
+    Raises:
+        ConfigError: the template cannot be read or compiled, or defaults are given for no template.
+    """
+    tokenizer = engine.tokenizer
+    source = load_chat_template(chat_template, tokenizer.chat_template)
+    template = None
+    if source is not None:
+        names = ("bos_token", "eos_token")
+        tokens = {name: text for name in names if (text := getattr(tokenizer, name)) is not None}
+        template = ChatTemplate(source, tokens=tokens, default_kwargs=default_chat_template_kwargs)
+    name = served_model_name or str(engine.config.model)
+    return ServerContext(engine, name, template)

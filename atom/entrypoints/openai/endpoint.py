@@ -1,0 +1,79 @@
+"""The way of every generating request: read, prepare, run, answer."""
+
+import time
+from abc import ABC, abstractmethod
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.types import Receive, Scope, Send
+
+from atom.entrypoints.openai.answers import AnswerWriter
+from atom.entrypoints.openai.context import ServerContext
+from atom.entrypoints.openai.errors import ClientDisconnectedError
+from atom.entrypoints.openai.generation import Generation
+from atom.entrypoints.openai.http import Reply, logger, read_json_body
+from atom.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from atom.model_engine.io_processor import Prompt
+
+
+@dataclass(slots=True)
+class Job:
+    """A request that passed every check and is ready to run."""
+
+    prompts: list["Prompt"]
+    params: SamplingParams
+    writer: AnswerWriter
+    request_id: str
+    is_streamed: bool
+
+
+class GenerationEndpoint(ABC):
+    """An ASGI application for one route."""
+
+    def __init__(self, context: ServerContext):
+        self.context = context
+
+    @abstractmethod
+    async def prepare(self, body: bytes) -> Job:
+        """Decode, check and tokenize. Raises RequestError for anything that cannot run."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival = time.monotonic()
+        reply = Reply(scope, send)
+        try:
+            self.context.inflight.check_open()
+            body = await read_json_body(scope, receive)
+            async with self.context.inflight.guard(receive):
+                job = await self.prepare(body)
+                logger.debug("%s: runs as %s", reply.request_id, job.request_id)
+                await self._answer(job, reply, arrival)
+        except ClientDisconnectedError:
+            logger.debug("%s: the client left", reply.request_id)
+        except Exception as error:
+            await reply.fail(error)
+
+    async def _answer(self, job: Job, reply: Reply, arrival: float) -> None:
+        generation = Generation(
+            self.context,
+            job.prompts,
+            job.params,
+            request_id=job.request_id,
+            arrival=arrival,
+            is_streamed=job.is_streamed,
+        )
+        writer = job.writer
+        async with aclosing(generation.outputs()) as batches:
+            async for batch in batches:
+                if not job.is_streamed:
+                    writer.collect(batch)
+                    continue
+                events = writer.events(batch)
+                if generation.is_finished:
+                    await reply.end(events + writer.last_events(generation.usage))
+                elif events:
+                    await reply.write(events)
+        if not job.is_streamed:
+            await reply.json(writer.response(generation.usage))

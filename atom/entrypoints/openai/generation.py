@@ -1,0 +1,135 @@
+"""From prompts to deltas: runs the engine streams of one HTTP request and measures them."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from atom.entrypoints.openai.errors import GenerationError, ServerUnavailableError
+from atom.entrypoints.openai.protocol import PromptTokensDetails, Usage
+from atom.errors import RequestError
+from atom.model_engine.outputs import RequestOutput
+from atom.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from atom.entrypoints.openai.context import ServerContext
+    from atom.model_engine.io_processor import Prompt
+    from atom.model_engine.streams import RequestStream
+
+MAX_UNREAD_PER_ANSWER = 4  # deltas held for a slow reader; beyond it the engine's streams merge them
+
+
+class Generation:
+    """All answers of one HTTP request: one engine stream a prompt, ``n`` answers each.
+
+    Answer ``i * n + j`` is the j-th of prompt i; that is the ``index`` of the outputs. Leaving ``outputs``
+    early, by an error or a cancellation, aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        context: "ServerContext",
+        prompts: list["Prompt"],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        arrival: float,
+        is_streamed: bool,
+    ):
+        self._engine = context.engine
+        self._prompts = prompts
+        self._params = params
+        self._request_id = request_id
+        self._observer = context.metrics.observe_request(arrival, is_streamed)
+        self._num_open = [params.n] * len(prompts)  # unfinished answers of each prompt
+        self._num_output_tokens = [0] * (len(prompts) * params.n)
+        self._num_cached_tokens = [0] * len(prompts)
+
+    @property
+    def is_finished(self) -> bool:
+        return not any(self._num_open)
+
+    @property
+    def usage(self) -> Usage:
+        prompt = sum(map(len, self._prompts))
+        output = sum(self._num_output_tokens)
+        return Usage(prompt, output, prompt + output, PromptTokensDetails(sum(self._num_cached_tokens)))
+
+    async def outputs(self) -> AsyncGenerator[list[RequestOutput]]:
+        """Deltas as they come, those that are ready together in one list.
+
+        Raises:
+            RequestError: the engine refuses the request (also QueueFullError), or cannot ever schedule it.
+            GenerationError, EngineDeadError: the engine failed while it ran.
+        """
+        streams: list[RequestStream] = []
+        try:
+            for i, prompt in enumerate(self._prompts):
+                name = f"{self._request_id}-{i}"
+                streams.append(self._engine.stream(prompt, self._params, request_id=name))
+            if len(self._num_output_tokens) == 1:
+                async for output in streams[0]:
+                    yield [self._account(output, 0)]
+            else:
+                async with aclosing(self._merge(streams)) as batches:
+                    async for batch in batches:
+                        yield batch
+        finally:
+            for stream in streams:
+                await stream.aclose()  # aborts what has not finished
+            self._observer.close(num_aborted=sum(self._num_open))
+
+    async def _merge(self, streams: list["RequestStream"]) -> AsyncGenerator[list[RequestOutput]]:
+        ready: list[RequestOutput] = []
+        arrived, drained = asyncio.Event(), asyncio.Event()
+
+        async def pump(prompt_index: int, stream: "RequestStream") -> None:
+            async for output in stream:
+                ready.append(self._account(output, prompt_index))
+                arrived.set()
+                if len(ready) >= MAX_UNREAD_PER_ANSWER * len(self._num_output_tokens):
+                    drained.clear()
+                    await drained.wait()
+
+        tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+        for task in tasks:
+            task.add_done_callback(lambda _: arrived.set())
+        try:
+            while True:
+                await arrived.wait()
+                arrived.clear()
+                error = next((task.exception() for task in tasks if task.done() and task.exception()), None)
+                if error is not None:
+                    raise error
+                if ready:
+                    batch = ready.copy()
+                    ready.clear()
+                    drained.set()
+                    yield batch
+                elif all(task.done() for task in tasks):
+                    return
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _account(self, output: RequestOutput, prompt_index: int) -> RequestOutput:
+        """Count a delta and give it its index among all answers. Raises for an answer that failed."""
+        if output.finish_reason == "error":
+            message = output.error or "the engine gave no reason"
+            if message.startswith("unschedulable"):
+                raise RequestError(message, code="unschedulable")
+            raise GenerationError(f"Generation failed: {message}")
+        if output.finish_reason == "abort":
+            raise ServerUnavailableError("The server ended this request")
+        is_first_answer = output.index == 0
+        if is_first_answer:
+            self._num_cached_tokens[prompt_index] = output.num_cached_tokens
+        output.index += prompt_index * self._params.n
+        self._num_output_tokens[output.index] = output.num_output_tokens
+        num_prompt_tokens = len(self._prompts[prompt_index]) if is_first_answer else 0
+        self._observer.delta(output, num_prompt_tokens, time.monotonic())
+        if output.finished:
+            self._num_open[prompt_index] -= 1
+        return output

@@ -1,0 +1,265 @@
+"""What travels over HTTP, as msgspec structs: requests, answers, chunks. The OpenAPI document is made of them.
+
+Every request field may be null, which means its default. A field of these structs either works or is listed
+in ``UNSUPPORTED_*`` with the only values that are accepted because they ask for nothing.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+# Field -> accepted values (null always is): each asks for what the server does anyway.
+UNSUPPORTED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "add_special_tokens": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "return_token_ids": (False,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "kv_transfer_params": (),
+    "data_parallel_rank": (),
+    "priority": (0,),
+    "service_tier": ("auto", "default"),
+}
+UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "echo": (False,),
+    "response_format": ({"type": "text"},),
+}
+UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "thinking": (),
+    "verbosity": ("medium",),
+    "store": (False,),
+    "logprob_token_ids": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+}
+
+
+def _unsupported_struct(name: str, fields: dict[str, tuple[Any, ...]], base: type[msgspec.Struct]) -> type:
+    def field(allowed: tuple[Any, ...]) -> Any:
+        values = " or ".join(["null", *(msgspec.json.encode(value).decode() for value in allowed)])
+        return Annotated[Any, msgspec.Meta(description=f"Not supported: only {values} is accepted")]
+
+    definition = [(key, field(allowed), None) for key, allowed in fields.items()]
+    return msgspec.defstruct(name, definition, bases=(base,), kw_only=True, module=__name__)
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """Request fields that chat and completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+
+_CompletionBase = _unsupported_struct(
+    "_CompletionBase", UNSUPPORTED_EVERYWHERE | UNSUPPORTED_COMPLETION, GenerationFields
+)
+_ChatBase = _unsupported_struct("_ChatBase", UNSUPPORTED_EVERYWHERE | UNSUPPORTED_CHAT, GenerationFields)
+
+
+class CompletionRequest(_CompletionBase, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatCompletionRequest(_ChatBase, kw_only=True):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptTokenLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptTokenLogprob] | None]  # one entry a prompt token, keyed by token id
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
+
+
+class CompletionResponse(msgspec.Struct):
+    """A whole completion, or one chunk of a streamed one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+
+
+class AssistantMessage(msgspec.Struct):
+    role: str
+    content: str | None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None | UnsetType = UNSET
+
+
+class ChatCompletionResponse(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None | UnsetType = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    object: str = "model"
+    owned_by: str = "atom"
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class HealthStatus(msgspec.Struct, omit_defaults=True):
+    status: str
+    reason: str = ""
+
+
+class Version(msgspec.Struct):
+    version: str

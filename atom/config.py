@@ -351,50 +351,75 @@ class Config:
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
+# Fields of features that do not exist in this version: only the default is accepted. A name goes when its
+# feature comes.
+LATER_FIELDS = (
+    "attn_prefill_chunk_size",
+    "asyncio_mode",
+    "dcp_config",
+    "decode_context_parallel_size",
+    "disagg_constrained",
+    "disagg_prefill_max_num_seqs",
+    "dp_load_balance",
+    "dspark",
+    "dynamic_chunking_base_size",
+    "dynamic_chunking_calibration",
+    "dynamic_chunking_calibration_logging",
+    "dynamic_chunking_min_chunk_size",
+    "dynamic_chunking_smooth_factor",
+    "enable_dp_attention",
+    "enable_dynamic_chunking",
+    "enable_expert_parallel",
+    "enable_low_latency",
+    "enable_rapidserve",
+    "enable_tbo",
+    "enable_tbo_decode",
+    "eplb_config",
+    "eplb_enable",
+    "fake_eplb",
+    "index_cache_dtype",
+    "kv_cache_dtype",
+    "kv_transfer_config",
+    "mark_trace",
+    "moe_backend",
+    "online_quant_config",
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "quant_config",
+    "speculative_config",
+    "state_checkpoint_interval_tokens",
+    "tensor_parallel_size",
+)
+_FLAGS = {  # where a flag is not its field's name in kebab spelling
+    "dspark": "--dspark-config",
+    "enable_low_latency": "--all2all-backend",
+    "enable_tbo_decode": "--enable-tbo",
+    "kv_cache_block_size": "--block-size",
+    "speculative_config": "--method",
+}
+
+
+def flag_of(field: str) -> str:
+    """The flag that sets a ``Config`` field."""
+    return _FLAGS.get(field, "--" + field.replace("_", "-"))
+
+
 def check_supported(config: Config) -> None:
     """Raise ConfigError for the first setting whose feature does not exist in this version, naming its flag."""
-    for flag, value, is_asked_for in _later_features(config):
-        if is_asked_for:
-            raise ConfigError(f"{flag} {value}".strip() + " is not available in this version of ATOM")
-
-
-def _later_features(c: Config) -> list[tuple[str, Any, bool]]:
-    """``(flag, value, whether it asks for something that is not built yet)``; a row goes when its feature comes."""
-    level, mode = c.compilation_config.level, c.compilation_config.cudagraph_mode
-    method = c.speculative_config.method if c.speculative_config else ""
-    sizes = {
-        "--tensor-parallel-size": c.tensor_parallel_size,
-        "--pipeline-parallel-size": c.pipeline_parallel_size,
-        "--prefill-context-parallel-size": c.prefill_context_parallel_size,
-        "--decode-context-parallel-size": c.decode_context_parallel_size,
-        "--data-parallel-size": c.parallel_config.data_parallel_size,
-    }
-    switches = {
-        "--enable-dp-attention": c.enable_dp_attention,
-        "--enable-expert-parallel": c.enable_expert_parallel,
-        "--fake-eplb": c.fake_eplb,
-        "--eplb-enable": c.eplb_enable,
-        "--enable-tbo": c.enable_tbo or c.enable_tbo_decode,
-        "--all2all-backend low-latency": c.enable_low_latency,
-        "--enable-rapidserve": c.enable_rapidserve,
-        "--enable-dynamic-chunking": c.enable_dynamic_chunking,
-        "--mark-trace": c.mark_trace,
-    }
-    rest = [
-        ("--kv-cache-dtype", c.kv_cache_dtype, c.kv_cache_dtype != "bf16"),
-        ("--index-cache-dtype", c.index_cache_dtype, c.index_cache_dtype is not None),
-        ("--method", method, bool(method)),
-        ("--kv-transfer-config", json.dumps(c.kv_transfer_config), bool(c.kv_transfer_config)),
-        ("--online-quant-config", "", c.online_quant_config is not None),
-        ("--level", level, level > 0 and not c.enforce_eager),
-        (
-            "--cudagraph-mode",
-            mode and mode.name,
-            c.compilation_config.captures_graphs and not c.enforce_eager,
-        ),
+    plain = Config(model=config.model)
+    settings = [
+        (flag_of(name), getattr(config, name))
+        for name in LATER_FIELDS
+        if getattr(config, name) != getattr(plain, name)
     ]
-    return [
-        *((flag, size, size > 1) for flag, size in sizes.items()),
-        *((flag, "", is_on) for flag, is_on in switches.items()),
-        *rest,
-    ]
+    if config.parallel_config.data_parallel_size > 1:
+        settings.append(("--data-parallel-size", config.parallel_config.data_parallel_size))
+    if not config.enforce_eager:
+        compilation = config.compilation_config
+        if compilation.level > 0:
+            settings.append(("--level", compilation.level))
+        if compilation.captures_graphs:
+            settings.append(("--cudagraph-mode", compilation.cudagraph_mode.name))
+    if settings:
+        flag, value = settings[0]
+        raise ConfigError(f"{flag} is not available in this version of ATOM, got {value}")

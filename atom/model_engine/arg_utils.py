@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from atom.config import Config, CUDAGraphMode
+from atom.config import Config, CUDAGraphMode, check_supported
 from atom.config_fields import type_hints
 from atom.errors import ConfigError
 from atom.utils.cli_parser import float_list, int_list, json_object
@@ -237,6 +237,7 @@ class EngineArgs:
     def create_engine(self, tokenizer: Any = None) -> "LLMEngine":
         """Start an engine of this configuration. Raises ConfigError before anything heavy is imported."""
         config = self.create_config()
+        check_supported(config)
         from atom.model_engine.llm_engine import LLMEngine
 
         return LLMEngine(config=config, **({"tokenizer": tokenizer} if tokenizer is not None else {}))

@@ -1,0 +1,102 @@
+"""From a scheduled batch to the tensors of a forward pass: packing on the host, deriving on the device."""
+
+import numpy as np
+import torch
+
+from atom.core import ScheduledBatch, Sequence
+from atom.model_engine.runner.device_tables import DeviceTables
+from atom.model_engine.runner.input_packer import RING_SIZE, InputPacker
+from atom.sampling_params import SamplingParams
+
+BLOCK = 4
+
+
+def sequence(row, ids):
+    seq = Sequence(row, ids, SamplingParams(), max_output_tokens=8)
+    seq.row = row
+    return seq
+
+
+def batch(seqs, starts, lengths, num_prefill, patches):
+    return ScheduledBatch(
+        step=0,
+        seqs=seqs,
+        epochs=[0] * len(seqs),
+        rows=[seq.row for seq in seqs],
+        starts=starts,
+        num_scheduled=lengths,
+        samples=[True] * len(seqs),
+        num_prefill_seqs=num_prefill,
+        num_tokens=sum(lengths),
+        new_seqs=[],
+        patches=patches,
+    )
+
+
+def prepared(tables, packer, step):
+    packed = packer.pack(step)
+    bound = max(start + n for start, n in zip(step.starts, step.num_scheduled, strict=True))
+    return tables.prepare(torch.from_numpy(packed.buffer), packed, bound)
+
+
+def fresh(num_groups=1):
+    capacity = InputPacker.capacity(8, 64, 16, num_groups)
+    return DeviceTables(8, 16, num_groups, BLOCK, torch.device("cpu")), InputPacker(capacity)
+
+
+def test_prefill_chunks_of_two_prompts():
+    tables, packer = fresh()
+    first, second = sequence(3, list(range(10, 20))), sequence(0, list(range(50, 56)))
+    patches = [[(3, 0, 7), (3, 1, 2), (0, 0, 5), (0, 1, 6)]]
+    inputs = prepared(tables, packer, batch([first, second], [2, 0], [5, 6], 2, patches))
+    assert inputs.input_ids.tolist() == [12, 13, 14, 15, 16, 50, 51, 52, 53, 54, 55]
+    assert inputs.positions.tolist() == [2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5]
+    assert inputs.cu_query_lens.tolist() == [0, 5, 11]
+    assert inputs.context_lens.tolist() == [7, 6]
+    assert inputs.groups[0].slots.tolist() == [30, 31, 8, 9, 10, 20, 21, 22, 23, 24, 25]
+    assert inputs.groups[0].block_table.tolist() == [[7, 2], [5, 6]]
+
+
+def test_decode_takes_ids_and_positions_from_the_device():
+    tables, packer = fresh()
+    first, second = sequence(1, [1, 2, 3]), sequence(4, [9] * 5)
+    step = batch([first, second], [0, 0], [3, 5], 2, [[(1, 0, 1), (4, 0, 2), (4, 1, 3)]])
+    inputs = prepared(tables, packer, step)
+    tables.advance(inputs, inputs.rows, torch.tensor([77, 88]))
+    decode = batch([second, first], [5, 3], [1, 1], 0, [[]])
+    inputs = prepared(tables, packer, decode)
+    assert inputs.input_ids.tolist() == [88, 77]
+    assert inputs.positions.tolist() == [5, 3]
+    assert inputs.context_lens.tolist() == [6, 4]
+    assert inputs.groups[0].slots.tolist() == [3 * BLOCK + 1, BLOCK + 3]
+
+
+def test_a_mixed_step_puts_decode_rows_behind_prefill_rows():
+    tables, packer = fresh()
+    old, new = sequence(2, [5, 6]), sequence(6, [7, 8, 9])
+    inputs = prepared(tables, packer, batch([old], [0], [2], 1, [[(2, 0, 4)]]))
+    tables.advance(inputs, inputs.rows, torch.tensor([42]))
+    inputs = prepared(tables, packer, batch([new, old], [0, 2], [3, 1], 1, [[(6, 0, 9)]]))
+    assert inputs.input_ids.tolist() == [7, 8, 9, 42]
+    assert inputs.positions.tolist() == [0, 1, 2, 2]
+    assert inputs.groups[0].slots.tolist() == [36, 37, 38, 18]
+
+
+def test_every_cache_group_has_its_own_table():
+    tables, packer = fresh(num_groups=2)
+    seq = sequence(0, [1, 2, 3, 4, 5])
+    inputs = prepared(
+        tables, packer, batch([seq], [0], [5], 1, [[(0, 0, 1), (0, 1, 2)], [(0, 0, 8), (0, 1, 9)]])
+    )
+    assert inputs.groups[0].slots.tolist() == [4, 5, 6, 7, 8]
+    assert inputs.groups[1].slots.tolist() == [32, 33, 34, 35, 36]
+
+
+def test_a_buffer_is_not_written_again_before_the_ring_has_gone_round():
+    _, packer = fresh()
+    seqs = [sequence(i, [i + 1, i + 2]) for i in range(RING_SIZE)]
+    packed = [packer.pack(batch([seq], [0], [2], 1, [[]])) for seq in seqs]
+    for i, step in enumerate(packed):
+        assert step.buffer[step.ids_offset :].tolist() == [i + 1, i + 2]
+    again = packer.pack(batch([seqs[0]], [0], [1], 1, [[]]))
+    assert np.shares_memory(again.buffer, packed[0].buffer)

@@ -4,10 +4,13 @@ Lengths of a :class:`Sequence` (one token = one KV position):
 
     token_ids            committed ids: the prompt, then the answer as far as it has been read back
     num_computed         positions whose KV committed steps have written
-    num_inflight_tokens  positions scheduled in steps that are not committed yet (an upper bound: a
-                         verify step of 1 + k tokens may keep fewer, commit corrects it)
-    num_scheduled        num_computed + num_inflight_tokens, where the next step starts
-    reserved             positions that the block tables cover; at least num_scheduled + 1 + k
+    num_scheduled        where the next step starts: positions of committed steps and of those in flight
+                         (an upper bound: a verify step of 1 + k tokens may keep fewer, commit corrects it)
+    num_inflight_tokens  num_scheduled - num_computed
+    max_len              prompt and answer together never grow past this
+    decode_limit         a decode step may run up to this position: reserved in every block table and below
+                         max_len; 0 while the sequence cannot decode
+    commit_check         num_computed at which commit looks closer: a block is full, or max_len is reached
 
 A row of the device tables belongs to a sequence from admission to finish or preemption. ``epoch`` grows
 each time a sequence loses its row, so a result that arrives one step late for a row that is gone (a
@@ -48,8 +51,12 @@ class Sequence:
         "epoch",
         "tables",
         "num_computed",
-        "num_inflight_tokens",
+        "num_scheduled",
         "num_inflight_samples",
+        "num_published",
+        "max_len",
+        "decode_limit",
+        "commit_check",
         "prefill_end",
         "num_drafts",
         "num_cached_tokens",
@@ -60,6 +67,7 @@ class Sequence:
         "cache_salted",
         "arrival_time",
         "first_scheduled_time",
+        "prompt_logprobs",
         "connector_state",
     )
 
@@ -92,8 +100,12 @@ class Sequence:
         self.epoch = 0
         self.tables: list[list[int]] = []  # one block table (or [slot]) per cache group while running
         self.num_computed = 0
-        self.num_inflight_tokens = 0
-        self.num_inflight_samples = 0
+        self.num_scheduled = 0
+        self.num_inflight_samples = 0  # preempted: ids of its former row that are still to be committed
+        self.num_published = 0  # leading blocks that the prefix cache has been told of
+        self.max_len = len(token_ids) + max_output_tokens  # the scheduler lowers it to the context
+        self.decode_limit = 0
+        self.commit_check = 0
         self.prefill_end = len(token_ids)  # the prefill of this admission ends here
         self.num_drafts = 0  # draft tokens that ride in the next decode step
         self.num_cached_tokens = 0  # prefix hit of the first admission, reported to the client
@@ -104,6 +116,7 @@ class Sequence:
         self.cache_salted = cache_salted
         self.arrival_time = arrival_time  # time.monotonic() of the front end
         self.first_scheduled_time = 0.0
+        self.prompt_logprobs: list[TokenLogprobs] = []  # gathered chunk by chunk until the first output
         self.connector_state: Any = None
 
     @property
@@ -115,13 +128,13 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_scheduled(self) -> int:
-        return self.num_computed + self.num_inflight_tokens
+    def num_inflight_tokens(self) -> int:
+        return self.num_scheduled - self.num_computed
 
     @property
     def is_prefilling(self) -> bool:
         """Whether the next step of this sequence is a prefill chunk."""
-        return self.num_computed + self.num_inflight_tokens < self.prefill_end
+        return self.num_scheduled < self.prefill_end
 
     @property
     def is_finished(self) -> bool:

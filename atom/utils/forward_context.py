@@ -6,7 +6,7 @@ It never holds request state; attention layers read their group's metadata from 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,7 @@ class AttentionMetadata:
     context_lens: "torch.Tensor"  # [num_seqs] int32, includes this step's tokens
     block_table: "torch.Tensor"  # [num_seqs, max_blocks] int32; columns outside a sliding window are stale
     slots: "torch.Tensor"  # [num_tokens] int64 cache position of each query token; -1: do not write
+    backend_data: Any = None  # what the attention backend derives once a step for all layers of the group
 
     @property
     def num_seqs(self) -> int:

@@ -1,0 +1,8 @@
+"""Plain PyTorch implementations of every operation: the oracle that faster ones are compared with.
+
+They compute in fp32, take any shape and run on any device. Speed is not their concern.
+"""
+
+from atom.kernels.reference import activation, attention, kv_cache, linear, norm, rotary
+
+__all__ = ["activation", "attention", "kv_cache", "linear", "norm", "rotary"]

@@ -1,0 +1,54 @@
+"""Norm, rotation and activations with as few passes and launches as torch allows.
+
+A launch costs 1-2 us, which at one token is all there is; rounding follows the model's dtype where the
+reference stays in fp32, as transformers does.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from atom.kernels.registry import register_kernel
+
+_PRIORITY = {"cpu": 10}
+
+
+@register_kernel("rms_norm", "torch_cpu", priority=_PRIORITY)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See ``reference.norm.rms_norm``; statistics and product in fp32."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    factor = length.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return torch.mul(x * factor, weight, out=torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
+@register_kernel("add_rms_norm", "torch_cpu", priority=_PRIORITY)
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``reference.norm.add_rms_norm``."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+@register_kernel("rotary", "torch_cpu", priority=_PRIORITY)
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """See ``reference.rotary.rotary``; in x's dtype, which cos and sin share."""
+    rotary_dim = cos.shape[-1]
+    if rotary_dim == x.shape[-1]:
+        return torch.addcmul(x * cos, x.roll(rotary_dim // 2, -1), sin)
+    rotated = x[..., :rotary_dim]
+    rotated = torch.addcmul(rotated * cos, rotated.roll(rotary_dim // 2, -1), sin)
+    return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+
+
+@register_kernel("silu_and_mul", "torch_cpu", priority=_PRIORITY)
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See ``reference.activation.silu_and_mul``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+@register_kernel("gelu_tanh_and_mul", "torch_cpu", priority=_PRIORITY)
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See ``reference.activation.gelu_tanh_and_mul``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

@@ -1,0 +1,47 @@
+"""Products with a weight: as it is, and int8 with one scale a row."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from atom.kernels.linear import LinearKernel
+from atom.kernels.registry import register_kernel
+
+_ROWS_AT_ONCE = 16384  # bounds the fp32 copy of an int8 weight
+
+
+class ReferenceLinear(LinearKernel):
+    """``F.linear`` on the weight as it was loaded."""
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    def __call__(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, packed, bias)
+
+
+register_kernel("linear", "reference")(ReferenceLinear())
+
+
+def quantize_rows_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 with one scale a row: ``(values [rows, size] int8, scales [rows] fp32)``."""
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    for start in range(0, weight.shape[0], _ROWS_AT_ONCE):
+        rows = weight[start : start + _ROWS_AT_ONCE].float()
+        scale = rows.abs().amax(dim=-1).clamp_(min=1e-12) / 127.0
+        scales[start : start + _ROWS_AT_ONCE] = scale
+        values[start : start + _ROWS_AT_ONCE] = (rows / scale[:, None]).round_().to(torch.int8)
+    return values, scales
+
+
+@register_kernel("int8_linear", "reference")
+def int8_linear(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``x [num_tokens, in]`` times the dequantised ``values [out, in] * scales[:, None]``, in fp32."""
+    wide = x.float()
+    parts = [
+        F.linear(wide, values[start : start + _ROWS_AT_ONCE].float())
+        for start in range(0, values.shape[0], _ROWS_AT_ONCE)
+    ]
+    return torch.cat(parts, dim=-1) * scales

@@ -1,0 +1,70 @@
+"""The attention layer of a model: it finds its metadata and cache, its backend does the rest."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from atom.model_ops.attentions.backend import AttentionSpec, select_backend
+from atom.utils.forward_context import get_forward_context
+
+
+class Attention(nn.Module):
+    """Causal attention over the paged cache of one layer.
+
+    Args:
+        num_heads: query heads of this rank; ``num_kv_heads`` alike, and must divide it.
+        layer_name: unique in the model; the key of its cache group and cache in the forward context.
+        sliding_window: a query sees itself and the ``sliding_window - 1`` positions before it.
+        logits_soft_cap: scores become ``cap * tanh(score / cap)``.
+        sinks: ``[num_heads]`` logits that join each softmax's denominator only.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        scale: float,
+        num_kv_heads: int,
+        layer_name: str,
+        *,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ):
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.layer_name = layer_name
+        self.sliding_window = sliding_window
+        spec = AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=scale,
+            dtype=torch.get_default_dtype(),
+            window=sliding_window,
+            soft_cap=logits_soft_cap,
+            has_sinks=sinks is not None,
+        )
+        self.backend = select_backend(spec)(spec, sinks)
+
+    def cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int]:
+        """Shape of this layer's keys and of its values."""
+        return num_blocks, self.num_kv_heads, block_size, self.head_dim
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one block of this layer's keys and values."""
+        return 2 * self.num_kv_heads * block_size * self.head_dim * dtype.itemsize
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """``q [num_tokens, num_heads, head_dim]``, ``k`` and ``v [num_tokens, num_kv_heads, head_dim]`` ->
+        ``[num_tokens, num_heads * head_dim]``."""
+        context = get_forward_context()
+        metadata = context.attention[context.group_of_layer[self.layer_name]]
+        keys, values = context.kv_caches[self.layer_name]
+        return self.backend.forward(q, k, v, keys, values, metadata).flatten(-2)
+
+    def extra_repr(self) -> str:
+        return f"{self.layer_name}, {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, {self.backend.name}"

@@ -1,0 +1,137 @@
+"""The interface of an attention backend, and how a layer gets one.
+
+A backend sees the paged cache of one layer, keys and values each
+``[num_blocks, num_kv_heads, block_size, head_dim]``, and the step's ``AttentionMetadata``. Contracts:
+
+- The cache is allocated zeroed, so every position holds a finite number; backends may read positions that
+  they then mask. A backend stores no value that is not finite, so one request's overflow cannot reach
+  another through ``0 * NaN``.
+- ``forward`` first stores the step's keys and values at ``metadata.slots``, then attends.
+- A sequence of context length 0 (padding) yields zeros.
+- What is the same for all layers of a group is derived once a step and kept in ``metadata.backend_data``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from atom.errors import ConfigError
+from atom.platforms import Platform, platform_of_device
+from atom.utils.forward_context import AttentionMetadata
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one layer asks of its backend; heads are those of this rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    dtype: torch.dtype
+    window: int | None = None  # a query sees itself and the window - 1 positions before it
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention; an instance serves one layer."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, platform: Platform, spec: AttentionSpec) -> bool:
+        """Whether this backend computes such a layer on this platform."""
+
+    def __init__(self, spec: AttentionSpec, sinks: torch.Tensor | None = None):
+        """``sinks [num_heads]``: logits that join each softmax's denominator only."""
+        self.spec = spec
+        self.sinks = sinks
+
+    @abstractmethod
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Store ``k`` and ``v`` in the cache and attend.
+
+        Args:
+            q: ``[num_tokens, num_heads, head_dim]``, prefill sequences first.
+            k: ``[num_tokens, num_kv_heads, head_dim]``; ``v`` alike.
+            keys: the layer's cache; ``values`` alike. Both are written.
+
+        Returns:
+            ``[num_tokens, num_heads, head_dim]``.
+        """
+
+
+# Where each backend lives; a platform lists the names that it prefers. Imported when first asked for.
+_BACKENDS = {
+    "cpu_paged": "atom.model_ops.attentions.cpu:CpuPagedAttention",
+    "reference": "atom.model_ops.attentions.reference:ReferenceAttention",
+}
+_override: str | None = None
+_logged: set[str] = set()
+
+
+def select_backend(spec: AttentionSpec, device: torch.device | None = None) -> type[AttentionBackend]:
+    """The first backend by the platform's preference that supports the layer.
+
+    Raises ConfigError when an override names a backend that does not, or none does.
+    """
+    platform = platform_of_device(device or torch.get_default_device())
+    names = platform.attention_backends if _override is None else (_override,)
+    for name in names:
+        if name not in _BACKENDS:
+            continue
+        backend = _import_backend(name)
+        if backend.supports(platform, spec):
+            if name not in _logged:
+                _logged.add(name)
+                log.info("attention backend: %s on %s", name, platform.name)
+            return backend
+    raise ConfigError(f"attention backend: none of {', '.join(names)} supports {spec} on {platform.name}")
+
+
+def selected_backends() -> list[str]:
+    """Names of the backends that layers of this process use."""
+    return sorted(_logged)
+
+
+@contextmanager
+def override_backend(name: str) -> Iterator[None]:
+    """Layers built inside use backend ``name``. Raises ConfigError for an unknown one."""
+    global _override
+    if name not in _BACKENDS:
+        raise ConfigError(f"attention backend: {name!r} is not one of {', '.join(_BACKENDS)}")
+    previous, _override = _override, name
+    try:
+        yield
+    finally:
+        _override = previous
+
+
+def _import_backend(name: str) -> type[AttentionBackend]:
+    module, _, attribute = _BACKENDS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,42 @@
+"""The naive backend: one sequence at a time in fp32, on any device. What the others are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from atom.kernels.reference.attention import paged_prefill_attention
+from atom.kernels.reference.kv_cache import write_kv
+from atom.model_ops.attentions.backend import AttentionBackend, AttentionSpec
+from atom.platforms import Platform
+from atom.utils.forward_context import AttentionMetadata
+
+
+class ReferenceAttention(AttentionBackend):
+    name = "reference"
+
+    @classmethod
+    def supports(cls, platform: Platform, spec: AttentionSpec) -> bool:
+        return True
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        write_kv(k.nan_to_num(), v.nan_to_num(), keys, values, metadata.slots)
+        return paged_prefill_attention(
+            q,
+            keys,
+            values,
+            metadata.block_table,
+            metadata.cu_query_lens.diff().tolist(),
+            metadata.context_lens.tolist(),
+            scale=self.spec.scale,
+            window=self.spec.window,
+            soft_cap=self.spec.soft_cap,
+            sinks=self.sinks,
+        )

@@ -1,0 +1,156 @@
+"""Linear layers, sharded over the tensor-parallel group by their weight loaders.
+
+Column-parallel layers split the output features, row-parallel ones the input features and add up the partial
+results. A layer is used after ``after_load()``, which packs its weight for the chosen kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from atom.distributed.parallel_state import get_tp_group, shard_size
+from atom.kernels.registry import select_kernel
+from atom.model_ops.weights import copy_into, load_whole, new_parameter, slice_of
+
+
+class LinearBase(nn.Module):
+    """``y = x W^T + b`` over this rank's ``weight [out_features, in_features]``.
+
+    Subclasses decide which part of the checkpoint's tensor is this rank's, in ``load_weight`` and
+    ``load_bias``.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, shards: tuple = (None,)):
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = new_parameter(out_features, in_features, loader=self.load_weight, shards=shards)
+        self.bias = new_parameter(out_features, loader=self.load_bias, shards=shards) if bias else None
+        self.kernel = select_kernel(
+            "linear", dtype=self.weight.dtype, in_features=in_features, out_features=out_features
+        )
+        self.packed: Any = None
+
+    def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
+        load_whole(param, tensor, shard_id)
+
+    def load_bias(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
+        load_whole(param, tensor, shard_id)
+
+    def after_load(self) -> None:
+        """Pack the weight; the unpacked one is freed unless the kernel uses it as it is."""
+        if self.weight is None:
+            return
+        self.packed = self.kernel.pack(self.weight.data)
+        if self.packed is not self.weight.data:
+            self.weight = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [num_tokens, in_features]`` -> ``[num_tokens, out_features]``."""
+        return self.kernel(x, self.packed, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
+
+
+class ReplicatedLinear(LinearBase):
+    """The same weight on every rank."""
+
+
+class ColumnParallelLinear(LinearBase):
+    """Output features split over the ranks; the output stays split.
+
+    Args:
+        out_features: of the whole layer; must divide by the group's size.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
+        self.tp = get_tp_group()
+        size = shard_size(out_features, self.tp.world_size, "out_features")
+        super().__init__(in_features, size, bias)
+
+    def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
+        copy_into(param.data, slice_of(tensor, 0, self.tp.rank, self.out_features, self.tp.world_size))
+
+    load_bias = load_weight
+
+
+class MergedColumnParallelLinear(LinearBase):
+    """Several column-parallel layers over the same input in one product, e.g. ``[gate | up]``.
+
+    Shard ``i`` of a checkpoint fills the i-th of ``out_sizes``; each is split over the ranks on its own, so
+    a rank's output is ``[its part of 0 | its part of 1 | ...]``.
+    """
+
+    def __init__(self, in_features: int, out_sizes: tuple[int, ...], *, bias: bool = False):
+        self.tp = get_tp_group()
+        self.sizes = [shard_size(size, self.tp.world_size, "out_features") for size in out_sizes]
+        super().__init__(in_features, sum(self.sizes), bias, shards=tuple(range(len(out_sizes))))
+
+    def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
+        size = self.sizes[shard_id]
+        target = param.data.narrow(0, sum(self.sizes[:shard_id]), size)
+        copy_into(target, slice_of(tensor, 0, self.tp.rank, size, self.tp.world_size))
+
+    load_bias = load_weight
+
+
+class QKVParallelLinear(LinearBase):
+    """Query, key and value projections in one product; a rank's output is ``[q | k | v]`` of its heads.
+
+    Query heads are split over the ranks. Key/value heads are split too, or, where there are fewer of them
+    than ranks, each is held by the ranks whose query heads use it.
+    """
+
+    def __init__(
+        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, *, bias: bool = False
+    ):
+        self.tp = get_tp_group()
+        self.num_heads = shard_size(num_heads, self.tp.world_size, "num_attention_heads")
+        if num_kv_heads >= self.tp.world_size:
+            self.num_kv_heads = shard_size(num_kv_heads, self.tp.world_size, "num_key_value_heads")
+            self.num_kv_replicas = 1
+        else:
+            self.num_kv_heads = 1
+            self.num_kv_replicas = self.tp.world_size // num_kv_heads
+            shard_size(self.tp.world_size, num_kv_heads, "the ranks over num_key_value_heads: ranks")
+        self.head_dim = head_dim
+        self.q_size = self.num_heads * head_dim
+        self.kv_size = self.num_kv_heads * head_dim
+        super().__init__(hidden_size, self.q_size + 2 * self.kv_size, bias, shards=("q", "k", "v"))
+
+    def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
+        if shard_id == "q":
+            target = param.data.narrow(0, 0, self.q_size)
+            copy_into(target, slice_of(tensor, 0, self.tp.rank, self.q_size, self.tp.world_size))
+            return
+        start = self.q_size if shard_id == "k" else self.q_size + self.kv_size
+        target = param.data.narrow(0, start, self.kv_size)
+        index, count = (n // self.num_kv_replicas for n in (self.tp.rank, self.tp.world_size))
+        copy_into(target, slice_of(tensor, 0, index, self.kv_size, count))
+
+    load_bias = load_weight
+
+
+class RowParallelLinear(LinearBase):
+    """Input features split over the ranks; partial outputs are summed over them.
+
+    The bias is added once, after the sum.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
+        self.tp = get_tp_group()
+        super().__init__(shard_size(in_features, self.tp.world_size, "in_features"), out_features, bias)
+
+    def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
+        copy_into(param.data, slice_of(tensor, 1, self.tp.rank, self.in_features, self.tp.world_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [num_tokens, in_features of this rank]`` -> the whole ``[num_tokens, out_features]``."""
+        if self.tp.world_size == 1:
+            return self.kernel(x, self.packed, self.bias)
+        y = self.tp.all_reduce(self.kernel(x, self.packed, None))
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,59 @@
+"""How a checkpoint tensor gets into a parameter: each parameter carries its own loader.
+
+``param.weight_loader(param, tensor, shard_id=None)`` copies ``tensor`` (full size, as the checkpoint has it)
+into this rank's part of ``param``. ``param.expected_shards`` lists every shard id that must arrive; ``(None,)``
+for a parameter that one checkpoint tensor fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from atom.errors import ModelLoadError
+
+WeightLoader = Callable[..., None]
+
+
+def new_parameter(
+    *shape: int, loader: WeightLoader, shards: tuple = (None,), dtype: torch.dtype | None = None
+) -> nn.Parameter:
+    """An uninitialised parameter in the current default dtype and device, with its loader attached."""
+    param = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+    param.weight_loader = loader
+    param.expected_shards = shards
+    return param
+
+
+def load_whole(param: nn.Parameter, tensor: torch.Tensor, shard_id: object = None) -> None:
+    """Loader of a parameter that every rank holds in full."""
+    copy_into(param.data, tensor)
+
+
+def copy_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy with dtype conversion. Raises ModelLoadError when the shapes differ."""
+    if target.shape != tensor.shape:
+        raise ModelLoadError(f"expected shape {list(target.shape)}, found {list(tensor.shape)}")
+    target.copy_(tensor)
+
+
+def slice_of(tensor: torch.Tensor, dim: int, index: int, size: int, num_slices: int) -> torch.Tensor:
+    """Slice ``index`` of ``num_slices`` equal ones along ``dim``, each ``size`` long.
+
+    Raises ModelLoadError when the tensor is not ``num_slices * size`` long there.
+    """
+    if dim >= tensor.dim() or tensor.shape[dim] != num_slices * size:
+        raise ModelLoadError(
+            f"expected {num_slices * size} entries in dimension {dim}, found shape {list(tensor.shape)}"
+        )
+    return tensor.narrow(dim, index * size, size)
+
+
+def run_after_load(root: nn.Module) -> None:
+    """Call ``after_load()`` of every submodule that has one: packing, quantising, tying."""
+    for module in root.modules():
+        hook = getattr(module, "after_load", None)
+        if module is not root and hook is not None:
+            hook()

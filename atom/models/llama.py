@@ -1,0 +1,143 @@
+"""Llama, and the decoder that the other dense families vary.
+
+A layer is ``x += attention(norm(x))``, ``x += mlp(norm(x))``; the sum is carried as ``residual`` and added by the
+next norm, which saves a pass over it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from atom.model_ops.attention import Attention
+from atom.model_ops.layernorm import RMSNorm
+from atom.model_ops.linear import QKVParallelLinear, RowParallelLinear
+from atom.model_ops.rotary_embedding import RotaryEmbedding, Rotation
+from atom.models.base import CausalLM, GatedMLP, build_ropes, new_embedding, window_of_layer
+
+if TYPE_CHECKING:
+    from atom.model_loader.hf_config import HFConfig
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary embedding. Variants override the small methods below."""
+
+    def __init__(self, config: HFConfig, index: int, rope: RotaryEmbedding):
+        super().__init__()
+        head_dim = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            bias=self.has_qkv_bias(config),
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * head_dim, config.hidden_size, bias=self.has_output_bias(config)
+        )
+        self.num_heads = self.qkv_proj.num_heads
+        self.num_kv_heads = self.qkv_proj.num_kv_heads
+        self.head_dim = head_dim
+        # Not a submodule: it belongs to the body, which computes its rows once a step.
+        self._rope = [rope]
+        self.attn = Attention(
+            self.num_heads,
+            head_dim,
+            self.scale(config),
+            self.num_kv_heads,
+            f"model.layers.{index}.self_attn",
+            sliding_window=window_of_layer(config, index),
+        )
+
+    def has_qkv_bias(self, config: HFConfig) -> bool:
+        return config.get("attention_bias", False)
+
+    def has_output_bias(self, config: HFConfig) -> bool:
+        return config.get("attention_bias", False)
+
+    def scale(self, config: HFConfig) -> float:
+        return config.head_dim**-0.5
+
+    def norm_qk(self, qk: torch.Tensor) -> torch.Tensor:
+        """Normalise ``qk [num_tokens, num_heads + num_kv_heads, head_dim]``, query heads first."""
+        return qk
+
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        num_qk = self.num_heads + self.num_kv_heads
+        qk = self._rope[0](self.norm_qk(qkv[:, :num_qk]), rotation)
+        return self.o_proj(self.attn(qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_qk:]))
+
+
+class LlamaDecoderLayer(nn.Module):
+    attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
+
+    def __init__(self, config: HFConfig, index: int, rope: RotaryEmbedding):
+        super().__init__()
+        self.self_attn = self.attention_class(config, index, rope)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            bias=config.get("mlp_bias", False),
+        )
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x`` is what the layer before has not yet added to ``residual`` (None before the first)."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, rotation)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class LlamaModel(nn.Module):
+    layer_class: ClassVar[type[nn.Module]] = LlamaDecoderLayer
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+
+    def __init__(self, config: HFConfig):
+        super().__init__()
+        self.layer_types = config.layer_types
+        self.embed_tokens = new_embedding(config)
+        self.ropes = build_ropes(config)
+        self.layers = nn.ModuleList(
+            self.layer_class(config, i, self.ropes[kind])
+            for i, kind in enumerate(config.layer_types[: config.num_hidden_layers])
+        )
+        self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.embed_tokens(input_ids)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x, residual = self.embed(input_ids), None
+        rotations = {kind: rope.rotation(positions, x.dtype) for kind, rope in self.ropes.items()}
+        for layer, kind in zip(self.layers, self.layer_types, strict=True):
+            x, residual = layer(x, residual, rotations[kind])
+        return self.norm(x, residual)[0]
+
+
+class LlamaForCausalLM(CausalLM):
+    body_class = LlamaModel
+
+    def convert_gguf(self, hf_name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Undo llama.cpp's reordering of query and key rows for interleaved rotary pairs.
+
+        There, row ``2 i + j`` of a head is row ``i + j * head_dim / 2`` of the half-split form.
+        """
+        num_heads = {
+            "q_proj": self.config.num_attention_heads,
+            "k_proj": self.config.num_key_value_heads,
+        }.get(hf_name.split(".")[-2] if "." in hf_name else "")
+        if num_heads is None:
+            return tensor
+        pairs = tensor.reshape(num_heads, self.config.head_dim // 2, 2, *tensor.shape[1:])
+        return pairs.transpose(1, 2).reshape(tensor.shape)

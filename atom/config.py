@@ -60,7 +60,7 @@ class Config:
 
     # model
     model: str
-    trust_remote_code: bool = opt(False, "Run code that the model folder brings along.")
+    trust_remote_code: bool = opt(False, "Allow code from the model folder; no model here needs any.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = opt(
         "auto", "Data type of weights and activations; auto follows model and device."
     )
@@ -168,7 +168,9 @@ class Config:
     cache_hit_rate_window: int = opt(1000, "Requests over which the hit rate is taken.", lo=1)
     torch_profiler_dir: str | None = opt(None, "Folder for traces; None: ATOM_TORCH_PROFILER_DIR.")
     mark_trace: bool = opt(False, "Mark graphs in traces.")
-    port: int = opt(8006, "Port of the engine's own rendezvous.", lo=1, hi=65535)
+    port: int = opt(
+        8006, "Port of the engine's own rendezvous; the HTTP port is --server-port.", lo=1, hi=65535
+    )
     master_addr: str = opt("127.0.0.1", "Address of that rendezvous.")
     asyncio_mode: bool = opt(False, "The engine serves an event loop.")
     runner_qualname: str = opt("atom.model_engine.model_runner.ModelRunner", "Class that runs the model.")
@@ -354,8 +356,9 @@ class Config:
 # Fields of features that do not exist in this version: only the default is accepted. A name goes when its
 # feature comes.
 LATER_FIELDS = (
-    "attn_prefill_chunk_size",
     "asyncio_mode",
+    "attn_prefill_chunk_size",
+    "cache_hit_rate_window",
     "dcp_config",
     "decode_context_parallel_size",
     "disagg_constrained",
@@ -381,15 +384,32 @@ LATER_FIELDS = (
     "kv_cache_dtype",
     "kv_transfer_config",
     "mark_trace",
+    "master_addr",
     "moe_backend",
     "online_quant_config",
     "pipeline_parallel_size",
+    "port",
     "prefill_context_parallel_size",
     "quant_config",
     "speculative_config",
     "state_checkpoint_interval_tokens",
     "tensor_parallel_size",
+    "throughput_log_interval",
 )
+# Fields that the engine fills and no person sets.
+ENGINE_FIELDS = (
+    "bos_token_id",
+    "dp_logical_size",
+    "eos_token_id",
+    "generation_config",
+    "hf_config",
+    "moe_ep_flatten_tp_across_dp",
+    "pool_entries",
+    "pool_entries_per_req",
+    "stop_token_ids",
+    "torch_dtype",
+)
+_WITHOUT_FLAG = ("asyncio_mode", "master_addr", "quant_config")
 _FLAGS = {  # where a flag is not its field's name in kebab spelling
     "dspark": "--dspark-config",
     "enable_low_latency": "--all2all-backend",
@@ -400,26 +420,27 @@ _FLAGS = {  # where a flag is not its field's name in kebab spelling
 
 
 def flag_of(field: str) -> str:
-    """The flag that sets a ``Config`` field."""
-    return _FLAGS.get(field, "--" + field.replace("_", "-"))
+    """The flag that sets a ``Config`` field; the field itself where there is none."""
+    return field if field in _WITHOUT_FLAG else _FLAGS.get(field, "--" + field.replace("_", "-"))
 
 
 def check_supported(config: Config) -> None:
-    """Raise ConfigError for the first setting whose feature does not exist in this version, naming its flag."""
+    """Refuse what this version cannot do. Raises ConfigError for the first such setting, naming its flag."""
     plain = Config(model=config.model)
-    settings = [
-        (flag_of(name), getattr(config, name))
-        for name in LATER_FIELDS
-        if getattr(config, name) != getattr(plain, name)
+    changed = [
+        f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(plain, f.name)
     ]
+    for name in ENGINE_FIELDS:
+        if name in changed:
+            raise ConfigError(f"{name} is set by the engine and not by hand, got {getattr(config, name)!r}")
+    settings = [(flag_of(name), getattr(config, name)) for name in LATER_FIELDS if name in changed]
     if config.parallel_config.data_parallel_size > 1:
         settings.append(("--data-parallel-size", config.parallel_config.data_parallel_size))
-    if not config.enforce_eager:
-        compilation = config.compilation_config
-        if compilation.level > 0:
-            settings.append(("--level", compilation.level))
-        if compilation.captures_graphs:
-            settings.append(("--cudagraph-mode", compilation.cudagraph_mode.name))
-    if settings:
-        flag, value = settings[0]
-        raise ConfigError(f"{flag} is not available in this version of ATOM, got {value}")
+    compilation = config.compilation_config
+    if compilation.level > 0 and not config.enforce_eager:
+        settings.append(("--level", compilation.level))
+    if compilation.captures_graphs and not config.enforce_eager:
+        settings.append(("--cudagraph-mode", compilation.cudagraph_mode.name))
+    for flag, value in settings:
+        hint = "; the HTTP port is --server-port" if flag == "--port" else ""
+        raise ConfigError(f"{flag} is not available in this version of ATOM, got {value}{hint}")

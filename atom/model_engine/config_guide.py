@@ -5,7 +5,7 @@ import typing
 from typing import Any, Literal
 
 from atom import config as configs
-from atom.config import LATER_FIELDS, Config, flag_of
+from atom.config import ENGINE_FIELDS, LATER_FIELDS, Config, flag_of
 from atom.config_fields import describe_limits, type_hints
 from atom.model_engine.arg_utils import EngineArgs
 
@@ -97,7 +97,11 @@ def _field_rows(cls: type) -> list[str]:
         shown = "required" if default is dataclasses.MISSING else _show(default)
         meaning = field.metadata.get("doc", "Model folder, GGUF file or name.")
         limits = describe_limits(field.metadata)
-        later = " *(later)*" if cls is Config and field.name in LATER_FIELDS else ""
+        later = ""
+        if cls is Config and field.name in LATER_FIELDS:
+            later = " *(later)*"
+        if cls is Config and field.name in ENGINE_FIELDS:
+            later = " *(set by the engine)*"
         allowed = f" Must be {limits}." if limits else ""
         rows.append(
             f"| `{field.name}` | {shown} | {_type_of(type_hints(cls)[field.name])} | {meaning}{allowed}{later} |"

@@ -90,6 +90,13 @@ class EnvVar:
             return name, text
         return None
 
+    def allows(self, text: str) -> bool:
+        """Whether ``text`` is a value of this variable as it stands."""
+        try:
+            return self._in_range(self._convert(text.strip()))
+        except ValueError:
+            return False
+
     def parse(self, text: str, name: str = "") -> Any:
         """The value that ``text`` stands for. Raises ConfigError as ``on_bad`` says."""
         name = name or self.name

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from atom.errors import ConfigError
 from atom.utils.env_table import KNOWN_PREFIXES, TABLE
 from atom.utils.env_var import EnvVar, say_once
 from atom.utils.suggest import suggest
@@ -85,12 +84,10 @@ def _verdict(row: EnvVar, name: str, value: str) -> tuple[bool, str]:
         return False, f"removed and ignored. {row.meaning}"
     if row.owner != "ATOM":
         return True, f"read by {row.owner}"
-    try:
-        row.parse(value, name)
-    except ConfigError as error:
-        return False, str(error)
     if not row.effective:
         return False, "has no effect in this version"
+    if not row.allows(value):
+        return False, f"must be {row.allowed}"
     return True, f"old name of {row.name}" if name != row.name else ""
 
 

@@ -180,6 +180,17 @@ def test_the_report_names_every_set_variable_and_what_it_does(monkeypatch):
     assert found["MC_TRANSFER_TIMEOUT"].note == "read by Mooncake"
 
 
+def test_the_report_says_what_is_wrong_with_a_value(monkeypatch, caplog):
+    monkeypatch.setenv("ATOM_SHUTDOWN_TIMEOUT_S", "-1")
+    monkeypatch.setenv("ATOM_LOADER_PREFETCH_THREADS", "0")
+    notes = [(found.is_effective, found.note) for found in envs.report()]
+    assert notes == [
+        (False, "must be an integer at least 1"),
+        (False, "must be a finite number greater than 0"),
+    ]
+    assert not caplog.records
+
+
 def test_variables_without_effect_are_warned_about_once(monkeypatch, caplog):
     monkeypatch.setenv("ATOM_GC_FREEZE", "0")
     monkeypatch.setenv("ATOM_MONO_CHECK", "1")

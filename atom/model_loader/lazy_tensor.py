@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-CHUNK_BYTES = 2 << 20  # of the finished rows: stays in the cache, and hides the cost of a Python call
+CHUNK_BYTES = 4 << 20  # of the finished rows: nearly cache-sized, and hides the cost of Python calls
 
-# Runs a function over row ranges; the loader passes a thread pool's map.
+# Runs a function over row ranges.
 MapFn = Callable[[Callable[[tuple[int, int]], None], list[tuple[int, int]]], Iterable[None]]
 
 
@@ -24,13 +24,13 @@ class RowSource(ABC):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    map_chunks: MapFn | None = None  # None: one chunk after another in the calling thread
+    map_chunks: MapFn = map  # one chunk after another; torch uses all cores within one
 
     @abstractmethod
     def read_rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows ``start..stop`` as ``[stop - start, *shape[1:]]`` of ``dtype``; may share mapped memory.
 
-        Called from several threads at once when ``map_chunks`` is set.
+        Called from several threads at once where ``map_chunks`` is a thread pool's.
         """
 
     def release(self, start: int, stop: int) -> None:  # noqa: B027  (nothing to release is the common case)
@@ -75,8 +75,7 @@ class LazyTensor(torch.Tensor):
         step = max(1, CHUNK_BYTES // max(1, row_bytes))
         num_rows = self._stop - first
         chunks = [(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step)]
-        run = source.map_chunks if source.map_chunks and len(chunks) > 1 else map
-        for _ in run(copy_chunk, chunks):
+        for _ in source.map_chunks(copy_chunk, chunks):
             pass
 
     @classmethod
@@ -85,7 +84,7 @@ class LazyTensor(torch.Tensor):
         if func in _SHELL_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is torch.Tensor.device.__get__:
+        if func == torch.Tensor.device.__get__:  # (a new object at each access)
             return torch.device("cpu")
         if func in _SAME_FUNCTIONS:
             return args[0]
@@ -95,8 +94,12 @@ class LazyTensor(torch.Tensor):
         if func is torch.Tensor.__setitem__ and isinstance(args[2], LazyTensor):
             args[2].copy_to(args[0][args[1]])
             return None
-        if func in (torch.Tensor.narrow, torch.narrow) and len(args) == 4 and args[1] in (0, -args[0].dim()):
-            return args[0]._rows(args[2], args[2] + args[3])
+        if func in (torch.Tensor.narrow, torch.narrow) and len(args) == 4:
+            tensor, dim, start, length = args
+            if dim in (0, -tensor.dim()):
+                return tensor._rows(start, start + length)
+            if start == 0 and length == tensor.shape[dim]:
+                return tensor
         if func is torch.Tensor.__getitem__ and isinstance(args[1], slice) and args[1].step in (None, 1):
             start, stop, _ = args[1].indices(args[0]._stop - args[0]._start)
             return args[0]._rows(start, max(start, stop))

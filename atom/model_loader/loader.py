@@ -6,27 +6,27 @@ What a model offers (``atom/models``):
     Where a tensor of the Hugging Face layout goes; None: it belongs to nothing that this model (or this
     rank) has, and that is fine.
 ``gguf_tensor_name(name) -> Hugging Face name | None`` and ``convert_gguf(hf_name, tensor) -> tensor``
-    The same model as llama.cpp stores it.
+    The same model as llama.cpp stores it; without them the rules of :mod:`gguf_names` hold.
 ``parameter.weight_loader(parameter, tensor, shard_id)`` and ``parameter.expected_shards``
     Copies a tensor, or this rank's part of it, into the parameter; absent: a plain copy of one tensor.
 ``after_load()``
     Packs and converts once everything is there.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from atom.errors import ModelLoadError
-from atom.model_loader.checkpoint import TensorInfo
+from atom.model_loader.checkpoint import DTYPE_SIZES, TensorInfo
 from atom.model_loader.dummy import load_dummy
-from atom.model_loader.lazy_tensor import LazyTensor
+from atom.model_loader.gguf_dequant import QuantisedRows, check_type
+from atom.model_loader.gguf_names import hf_name, to_hf_layout
+from atom.model_loader.lazy_tensor import LazyTensor, RowSource
 from atom.model_loader.model_files import ModelFiles
 from atom.model_loader.prefetch import prefetch
 from atom.model_loader.weight_file import StoredRows, WeightFile, open_weight_file
@@ -63,28 +63,39 @@ def load_weights(model: nn.Module, files: ModelFiles, *, report: ReportFn | None
             files of the first few are listed. The model is then unusable.
     """
     assignments = _assign(model, files)
-    total = sum(item.info.num_bytes for item in assignments) or 1
-    use_mmap = not envs.ATOM_DISABLE_MMAP
-    done = 0
-    problems: list[str] = []
-    with _readers(files, use_mmap) as (opened, map_chunks):
-        for item in assignments:
-            tensor = _tensor(opened, item, map_chunks)
-            if files.kind == "gguf":
-                tensor = model.convert_gguf(item.checkpoint_name, tensor)
-            try:
-                _put(item, tensor)
-            except (RuntimeError, ValueError, IndexError, ModelLoadError) as error:
-                problems.append(_shape_problem(item, error))
-            opened[item.info.file].release(item.info.offset, item.info.num_bytes)
-            done += item.info.num_bytes
-            if report is not None:
-                report("weights", done / total)
+    problems = _stream(model, files, assignments, report)
     if problems:
         raise ModelLoadError(_listing(f"tensors of {files.path} do not fit the model", problems))
     after_load = getattr(model, "after_load", None)
     if after_load is not None:
         after_load()
+
+
+def _stream(
+    model: nn.Module, files: ModelFiles, assignments: list[_Assignment], report: ReportFn | None
+) -> list[str]:
+    """Copy every tensor to its place; the result tells which did not fit."""
+    paths = sorted({item.info.file for item in assignments})
+    opened = {path: open_weight_file(path, not envs.ATOM_DISABLE_MMAP) for path in paths}
+    num_threads = max(1, min(envs.ATOM_LOADER_NUM_THREADS, torch.get_num_threads()))
+    total = sum(item.info.num_bytes for item in assignments) or 1
+    done = 0
+    problems: list[str] = []
+    with prefetch(paths), ThreadPoolExecutor(num_threads, "atom-load") as pool:
+        for item in assignments:
+            info, file = item.info, opened[item.info.file]
+            try:
+                tensor = _tensor(file, info, pool)
+                if files.kind == "gguf":
+                    tensor = _from_gguf_layout(model, files, item.checkpoint_name, tensor)
+                _put(item, tensor)
+            except (RuntimeError, ValueError, IndexError, ModelLoadError) as error:
+                problems.append(_shape_problem(item, error))
+            file.release(info.offset, info.num_bytes)
+            done += info.num_bytes
+            if report is not None:
+                report("weights", done / total)
+    return problems
 
 
 def _assign(model: nn.Module, files: ModelFiles) -> list[_Assignment]:
@@ -94,7 +105,7 @@ def _assign(model: nn.Module, files: ModelFiles) -> list[_Assignment]:
     assignments: list[_Assignment] = []
     unknown: list[str] = []
     for info in sorted(files.tensors.values(), key=lambda info: (info.file, info.offset)):
-        name = model.gguf_tensor_name(info.name) if files.kind == "gguf" else info.name
+        name = _hf_name(model, files, info.name) if files.kind == "gguf" else info.name
         place = model.map_checkpoint_name(name) if name is not None else None
         if place is None:
             continue
@@ -105,6 +116,8 @@ def _assign(model: nn.Module, files: ModelFiles) -> list[_Assignment]:
             where = parameter_name if shard_id is None else f"{parameter_name} shard {shard_id!r}"
             unknown.append(f"{info.name} ({info.file.name}, shape {list(info.shape)}) -> {where}")
             continue
+        if info.dtype not in DTYPE_SIZES:
+            check_type(info)
         arrived[id(parameter)].add(shard_id)
         assignments.append(_Assignment(info, name, parameter_name, parameter, shard_id))
     missing = []
@@ -121,6 +134,18 @@ def _assign(model: nn.Module, files: ModelFiles) -> list[_Assignment]:
     if messages:
         raise ModelLoadError("; ".join(messages))
     return assignments
+
+
+def _hf_name(model: nn.Module, files: ModelFiles, name: str) -> str | None:
+    if hasattr(model, "gguf_tensor_name"):
+        return model.gguf_tensor_name(name)
+    return hf_name(name, files.hf_config.model_type)
+
+
+def _from_gguf_layout(model: nn.Module, files: ModelFiles, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if hasattr(model, "convert_gguf"):
+        return model.convert_gguf(name, tensor)
+    return to_hf_layout(name, tensor, files.hf_config)
 
 
 def _expected_shards(parameter: nn.Parameter) -> Sequence[ShardId]:
@@ -151,17 +176,12 @@ def _listing(what: str, problems: list[str]) -> str:
     return f"{what} ({len(problems)}): {'; '.join(problems[:_LISTED])}{more}"
 
 
-def _tensor(opened: dict[Path, WeightFile], item: _Assignment, map_chunks: Any) -> torch.Tensor:
-    source = StoredRows(opened[item.info.file], item.info)
-    source.map_chunks = map_chunks
-    return LazyTensor(source) if item.info.shape else source.read_rows(0, 1).view(())
-
-
-@contextmanager
-def _readers(files: ModelFiles, use_mmap: bool) -> Iterator[tuple[dict[Path, WeightFile], Any]]:
-    """Open every weight file, warm the page cache in the background and keep threads for row chunks."""
-    paths = sorted({info.file for info in files.tensors.values()})
-    opened = {path: open_weight_file(path, use_mmap) for path in paths}
-    num_threads = max(1, min(envs.ATOM_LOADER_NUM_THREADS, torch.get_num_threads()))
-    with prefetch(paths), ThreadPoolExecutor(num_threads, "atom-load") as pool:
-        yield opened, (pool.map if num_threads > 1 else None)
+def _tensor(file: WeightFile, info: TensorInfo, pool: ThreadPoolExecutor) -> torch.Tensor:
+    source: RowSource
+    if info.dtype in DTYPE_SIZES:
+        source = StoredRows(file, info)
+    else:
+        source = QuantisedRows(file, info)
+        if not source.is_fast:
+            source.map_chunks = pool.map  # numpy uses one core
+    return LazyTensor(source) if info.shape else source.read_rows(0, 1).view(())

@@ -12,6 +12,8 @@ from typing import Any
 
 from atom.errors import ConfigError, ModelLoadError
 from atom.model_loader.checkpoint import TensorInfo
+from atom.model_loader.gguf_config import gguf_config
+from atom.model_loader.gguf_file import open_gguf, split_paths
 from atom.model_loader.hf_config import HFConfig, read_json_object
 from atom.model_loader.safetensors_file import read_folder
 
@@ -64,26 +66,46 @@ class ModelFiles:
     @cached_property
     def hf_config(self) -> HFConfig:
         """The model's configuration with overrides applied."""
+        if self.kind == "gguf":
+            return gguf_config(self.gguf_metadata, self.tensors, self._hf_overrides)
         return HFConfig.from_file(self.path / "config.json", self._hf_overrides)
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor of the checkpoint by its own name, from the headers; sizes have been checked."""
-        return read_folder(self.path)
+        return self._gguf[1] if self.kind == "gguf" else read_folder(self.path)
+
+    @property
+    def gguf_metadata(self) -> dict[str, Any]:
+        """The key-value part of a GGUF file; empty for a folder."""
+        return self._gguf[0] if self.kind == "gguf" else {}
+
+    @cached_property
+    def _gguf(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        return open_gguf(self.path)
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """``generation_config.json``; ``eos_token_id`` may be one id or a list. Empty without the file."""
+        """``generation_config.json``; ``eos_token_id`` may be one id or a list. Empty without the file.
+
+        A GGUF file gives its end-of-text and, where a chat model has one, end-of-turn token.
+        """
+        if self.kind == "gguf":
+            keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+            ids = {int(self.gguf_metadata[key]): None for key in keys if key in self.gguf_metadata}
+            return {"eos_token_id": list(ids)} if ids else {}
         return self._optional_json("generation_config.json")
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
-        """``tokenizer_config.json``, empty without the file."""
-        return self._optional_json("tokenizer_config.json")
+        """``tokenizer_config.json``, empty without the file or for GGUF."""
+        return {} if self.kind == "gguf" else self._optional_json("tokenizer_config.json")
 
     @cached_property
     def chat_template(self) -> str | None:
         """The model's own Jinja chat template, or None: a base model has none."""
+        if self.kind == "gguf":
+            return self.gguf_metadata.get("tokenizer.chat_template")
         jinja = self.path / "chat_template.jinja"
         if jinja.is_file():
             return jinja.read_text(encoding="utf-8")
@@ -137,7 +159,7 @@ def _find_in_folder(folder: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     gguf_files = sorted(folder.glob("*.gguf"))
-    if len(gguf_files) == 1:
+    if gguf_files and gguf_files == split_paths(gguf_files[0]):
         return gguf_files[0]
     if gguf_files:
         names = ", ".join(file.name for file in gguf_files[:5])

@@ -36,7 +36,7 @@ from atom.errors import RequestError
 from atom.model_engine.outputs import RequestOutput
 
 NO_TEMPLATE = (
-    "This model has no chat template, so messages cannot be turned into a prompt. Start the server with "
+    "This model has no usable chat template, so messages cannot be turned into a prompt. Start the server with "
     "--chat-template FILE, or use /v1/completions"
 )
 

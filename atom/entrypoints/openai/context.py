@@ -1,5 +1,6 @@
 """What every endpoint shares."""
 
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -8,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 from atom.entrypoints.openai.chat_template import ChatTemplate, load_chat_template
 from atom.entrypoints.openai.inflight import InflightRequests
 from atom.entrypoints.openai.metrics import EngineSnapshot, ServerMetrics
+from atom.errors import ConfigError
 
 if TYPE_CHECKING:
     from atom.model_engine.llm_engine import LLMEngine
+
+logger = logging.getLogger("atom.server")
 
 NUM_TEMPLATE_THREADS = 2  # rendering is pure Python and holds the GIL: more threads would not be faster
 
@@ -54,7 +58,7 @@ def make_context(
         chat_template: a path or Jinja; the model's own by default.
 
     Raises:
-        ConfigError: the template cannot be read or compiled, or defaults are given for no template.
+        ConfigError: a given template cannot be read or compiled, or defaults are given for no template.
     """
     tokenizer = engine.tokenizer
     source = load_chat_template(chat_template, tokenizer.chat_template)
@@ -62,6 +66,16 @@ def make_context(
     if source is not None:
         names = ("bos_token", "eos_token")
         tokens = {name: text for name in names if (text := getattr(tokenizer, name)) is not None}
-        template = ChatTemplate(source, tokens=tokens, default_kwargs=default_chat_template_kwargs)
+        try:
+            template = ChatTemplate(source, tokens=tokens, default_kwargs=default_chat_template_kwargs)
+        except ConfigError as error:
+            if chat_template or default_chat_template_kwargs:
+                raise
+            logger.warning("chat completions are refused: the model's own template is unusable: %s", error)
+    elif default_chat_template_kwargs:
+        raise ConfigError(
+            f"--default-chat-template-kwargs {default_chat_template_kwargs} needs a chat template, and the model "
+            "has none: give one with --chat-template"
+        )
     name = served_model_name or str(engine.config.model)
     return ServerContext(engine, name, template)

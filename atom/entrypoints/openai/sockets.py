@@ -15,10 +15,12 @@ def bind_socket(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address is not there or is in use.
     """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--server-port must be in [0, 65535], got {port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"--host {host!r} --server-port {port}: {error}") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,0 +1,218 @@
+"""An engine without a model: it answers with scripted ids, in milliseconds, through the real text pipeline.
+
+Ids below 256 are bytes; the special tokens follow. The surface is the part of ``LLMEngine`` that the server
+uses.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from atom.core import TokenLogprobs
+from atom.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
+from atom.model_engine.detokenizer import DetokenizerFactory
+from atom.model_engine.outputs import RequestOutput
+from atom.model_engine.stop_strings import StopChecker
+from atom.model_engine.streams import RequestStream
+from atom.runtime.liveness import Health
+from atom.sampling_params import SamplingParams
+
+BOS, EOS, EOS_2, USER, ASSISTANT = 256, 257, 258, 259, 260
+SPECIAL = {BOS: "<s>", EOS: "</s>", EOS_2: "<|end|>", USER: "<|user|>", ASSISTANT: "<|assistant|>"}
+VOCAB_SIZE = 261
+
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{%- if message.role not in ["system", "user", "assistant"] %}{{ raise_exception("role " + message.role) }}{% endif %}
+{%- if not loop.first and message.role == loop.previtem.role %}{{ raise_exception("roles must alternate") }}{% endif %}
+{{- "<|user|>" if message.role != "assistant" else "<|assistant|>" }}{{ message.content }}{% endfor %}
+{%- if enable_thinking %}<|think|>{% endif %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+def ids_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+class ByteTokenizer:
+    """One id a byte, and five special tokens."""
+
+    vocab_size = VOCAB_SIZE
+    bos_id, eos_ids = BOS, [EOS, EOS_2]
+    bos_token, eos_token = SPECIAL[BOS], SPECIAL[EOS]
+
+    def __init__(self, chat_template: str | None = None):
+        self.chat_template = chat_template
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = [BOS] if add_special_tokens else []
+        while text:
+            special = next((i for i, token in SPECIAL.items() if text.startswith(token)), None)
+            if special is None:
+                ids += text[0].encode()
+                text = text[1:]
+            else:
+                ids.append(special)
+                text = text[len(SPECIAL[special]) :]
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        keep = [i for i in ids if i < 256 or not skip_special_tokens]
+        return b"".join(map(self.token_bytes, keep)).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else SPECIAL[token_id].encode()
+
+    def id_to_token(self, token_id: int) -> str:
+        return SPECIAL.get(token_id) or f"<0x{token_id:02X}>"
+
+    def token_to_id(self, token: str) -> int | None:
+        return next((i for i, text in SPECIAL.items() if text == token), None)
+
+
+@dataclass
+class FakeEngine:
+    """Answers every prompt with ``script(prompt_ids, index)``, ``tokens_per_step`` ids every ``step_s`` seconds."""
+
+    script: Callable[[list[int], int], list[int]] = lambda prompt, index: [*ids_of("Hello, world"), EOS]
+    chat_template: str | None = CHAT_TEMPLATE
+    max_model_len: int = 256
+    step_s: float = 0.0
+    tokens_per_step: int = 1
+    max_queue: int = 10_000
+    num_cached_tokens: int = 0
+    fail_with: str | None = None  # reason with which every answer fails after its first tokens
+    vocab_size: int = VOCAB_SIZE
+    aborted: list[str] = field(default_factory=list)
+    requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.config = SimpleNamespace(
+            model="fake/model",
+            tensor_parallel_size=1,
+            parallel_config=SimpleNamespace(data_parallel_size=1),
+            max_num_seqs=4,
+            torch_profiler_dir=None,
+        )
+        self.tokenizer = ByteTokenizer(self.chat_template)
+        self.running: dict[str, asyncio.Future] = {}
+        self._detokenizers = DetokenizerFactory(self.tokenizer)
+        self._streams: dict[str, RequestStream] = {}
+        self._death: str | None = None
+        self._on_death: list[Callable[[], None]] = []
+        self.is_paused = False
+
+    async def preprocess(self, prompt, cache_salt=None) -> list[int]:
+        await asyncio.sleep(0)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    def stream(self, prompt, params, *, request_id, cache_salt=None, priority=0) -> RequestStream:
+        if self._death:
+            raise EngineDeadError(self._death)
+        if len(self.running) >= self.max_queue:
+            raise QueueFullError(f"the queue holds {self.max_queue} requests, its limit", retry_after_s=2.0)
+        if len(prompt) + (params.max_tokens or 1) > self.max_model_len:
+            raise ContextLengthError("the engine would not take this")
+        if any(not 0 <= i < VOCAB_SIZE for i in prompt):
+            raise RequestError("the server let a bad id through")
+        self.requests.append((prompt, params))
+        stream = RequestStream(params.n, lambda: self.abort(request_id), asyncio.get_running_loop())
+        self._streams[request_id] = stream
+        answers = (self._answer(request_id, index, prompt, params, stream) for index in range(params.n))
+        task = self.running[request_id] = asyncio.ensure_future(asyncio.gather(*answers))
+        task.add_done_callback(lambda task: self._forget(request_id, task))
+        return stream
+
+    def _forget(self, request_id: str, task: asyncio.Future) -> None:
+        del self.running[request_id], self._streams[request_id]
+        with contextlib.suppress(asyncio.CancelledError):
+            task.result()
+
+    async def _answer(self, request_id, index, prompt, params, stream) -> None:
+        detokenizer = self._detokenizers.create()
+        stops = StopChecker(params.stop_strings)
+        limit = min(params.max_tokens or self.max_model_len, self.max_model_len - len(prompt))
+        script = self.script(prompt, index)[:limit]
+        num_output = 0
+        for at in range(0, len(script), self.tokens_per_step):
+            await asyncio.sleep(self.step_s)
+            while self.is_paused:
+                await asyncio.sleep(0.005)
+            ids, reason, stop_reason = [], None, None
+            for token in script[at : at + self.tokens_per_step]:
+                ids.append(token)
+                if token in (params.stop_token_ids or ()):
+                    reason, stop_reason = "stop", token
+                elif token in self.tokenizer.eos_ids and not params.ignore_eos:
+                    reason = "stop"
+                if reason:
+                    break
+            num_output += len(ids)
+            if reason is None and num_output == len(script):
+                reason = "length"
+            text, matched = stops.feed(detokenizer.update(ids, reason is not None))
+            if matched is not None:
+                reason, stop_reason = "stop", matched
+            elif reason is not None:
+                text += stops.flush()
+            output = RequestOutput(
+                request_id, index, text, ids, reason is not None, reason, stop_reason, len(prompt), num_output
+            )
+            output.num_cached_tokens = self.num_cached_tokens
+            if params.num_logprobs >= 0:
+                output.logprobs = [self._logprobs(token, params.num_logprobs) for token in ids]
+            if params.prompt_logprobs is not None and at == 0:
+                rest = [self._logprobs(token, params.prompt_logprobs) for token in prompt[1:]]
+                output.prompt_logprobs = [None, *rest]
+            if self.fail_with and at > 0:
+                output.finished, output.finish_reason, output.error = True, "error", self.fail_with
+            stream.deliver(output)
+            if output.finished:
+                return
+
+    @staticmethod
+    def _logprobs(token: int, num_top: int) -> TokenLogprobs:
+        others = [(token + k) % VOCAB_SIZE for k in range(num_top)]
+        return TokenLogprobs(token, -0.5, 1, others, [-0.5 - k for k in range(num_top)])
+
+    def abort(self, request_id: str) -> None:
+        task = self.running.get(request_id)
+        if task is not None:
+            self.aborted.append(request_id)
+            task.cancel()
+
+    def die(self, reason: str = "the engine process ended with code -9") -> None:
+        """On the event loop: what happens when the engine process is gone."""
+        self._death = reason
+        for stream in list(self._streams.values()):
+            stream.fail(EngineDeadError(reason))
+        for task in list(self.running.values()):
+            task.cancel()
+        for callback in self._on_death:
+            callback()
+
+    def health(self) -> Health:
+        if self._death:
+            return Health(False, "dead", self._death, 9.0, 1)
+        return Health(True, "ready", "", 0.01, 1)
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "requests_running": len(self.running),
+            "requests_waiting": 0,
+            "kv_cache_blocks_total": 16,
+            "kv_cache_blocks_used": len(self.running),
+            "preemptions": 3,
+        }
+
+    def info(self) -> dict:
+        return {"device": "fake", "startup_phases": {"imports": 0.5, "load": 1.5}, "taken_at": time.time()}
+
+    def on_death(self, callback: Callable[[], None]) -> None:
+        self._on_death.append(callback)
+
+    def close(self) -> None:
+        self.closed = True

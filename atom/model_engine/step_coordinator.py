@@ -29,4 +29,4 @@ class NullCoordinator(StepCoordinator):
     _STOP = Agreement(must_stop=True)
 
     def agree(self, has_work: bool, stopping: bool) -> Agreement:
-        return self._STOP if stopping and not has_work else self._GO
+        return self._STOP if stopping else self._GO

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 
 
 def process_age_s() -> float:
@@ -17,25 +16,22 @@ def process_age_s() -> float:
 
 
 class StartupPhases:
-    """Names consecutive phases and how long each took, from process creation on.
+    """Names consecutive phases and how long each took.
 
     Args:
-        first: the phase that has run since the process was created (interpreter and imports).
-        on_begin: told the name of each phase as it begins.
+        since_creation: count from the creation of this process on, as the phase ``imports``; otherwise the
+            clock starts with the first ``begin``.
     """
 
-    def __init__(self, first: str = "imports", on_begin: Callable[[str], None] | None = None):
+    def __init__(self, *, since_creation: bool = False):
         self.seconds: dict[str, float] = {}
-        self._name = first
-        self._since = time.monotonic() - process_age_s()
-        self._on_begin = on_begin
+        self._name = "imports" if since_creation else ""
+        self._since = time.monotonic() - (process_age_s() if since_creation else 0.0)
 
     def begin(self, name: str) -> None:
         """End the running phase and begin ``name``."""
         self._close()
         self._name = name
-        if self._on_begin is not None:
-            self._on_begin(name)
 
     def end(self) -> dict[str, float]:
         """End the last phase; seconds by phase, in order."""

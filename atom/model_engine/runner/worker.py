@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from atom.core import BatchOutput, CacheGroupSpec, ScheduledBatch
+from atom.errors import ConfigError
+from atom.model_engine.scheduler import SchedulerConfig
 
 ReportProgress = Callable[[str, float], None]  # (phase, fraction in [0, 1])
 
@@ -29,16 +31,32 @@ class Worker(ABC):
         """Allocate the KV cache and the device tables."""
 
     @abstractmethod
+    def set_vocab_size(self, size: int) -> None:
+        """The front end's tokenizer knows ids below ``size``; none from it on may be sampled. Before any request."""
+
+    @abstractmethod
     def warm_up(self, report: ReportProgress) -> None:
         """Run the largest step that the limits allow, so that they are proven."""
+
+    @abstractmethod
+    def scheduler_config(self) -> SchedulerConfig:
+        """The limits that memory and the platform allow; valid after ``cache_groups``."""
+
+    @abstractmethod
+    def uses_overlapped_loop(self) -> bool:
+        """Which of the two engine loops suits the platform, unless the configuration says."""
 
     @abstractmethod
     def launch(self, batch: ScheduledBatch) -> Any:
         """Publish the step's inputs and start the forward pass. Returns a handle; never waits for the device."""
 
     @abstractmethod
-    def sample(self, handle: Any, masks: Any = None) -> None:
-        """Start sampling for a launched step. ``masks`` are late token masks (see ``model_ops.sampler``)."""
+    def needs_late_mask(self, handle: Any) -> bool:
+        """Whether sampling has to wait until the step before is committed, because a mask depends on its ids."""
+
+    @abstractmethod
+    def sample(self, handle: Any) -> None:
+        """Start sampling for a launched step."""
 
     @abstractmethod
     def wait(self, handle: Any) -> BatchOutput:
@@ -47,6 +65,14 @@ class Worker(ABC):
     @abstractmethod
     def info(self) -> dict[str, Any]:
         """Device, dtype, backends and memory, for the log, ``/server_info`` and the demo."""
+
+    def start_profile(self, directory: str | None) -> None:
+        """Start a profiler that writes to ``directory``. Raises ConfigError where there is none."""
+        raise ConfigError(f"{type(self).__name__} has no profiler")
+
+    def stop_profile(self) -> list[str]:
+        """Stop it; paths of what it wrote. Raises ConfigError when none runs."""
+        raise ConfigError(f"{type(self).__name__} has no profiler")
 
     def close(self) -> None:
         """Give all memory back."""

@@ -1,0 +1,256 @@
+"""EngineCore: one scheduler and one worker, driven by messages.
+
+A step is three named calls, schedule, launch and commit; sampling is a stage of its own between the last
+two. Two loops do the same work in two orders:
+
+    plain        schedule N, launch N, sample N, wait N, commit N
+    overlapped   schedule N+1, launch N+1, sample N+1, wait N, commit N
+
+In the overlapped loop the host prepares N+1 while the device runs N; ids are read one step late, and the
+scheduler assumes that every row in flight goes on (``scheduling`` says what follows from that).
+"""
+
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from atom.config import Config
+from atom.core import ScheduledBatch
+from atom.errors import ConfigError
+from atom.kv_transfer.connector import KVConnector, NullConnector
+from atom.model_engine.messages import (
+    Abort,
+    AddRequests,
+    FromEngine,
+    Metrics,
+    Progress,
+    Ready,
+    Shutdown,
+    ToEngine,
+    Utility,
+    UtilityResponse,
+)
+from atom.model_engine.request_intake import make_sequence
+from atom.model_engine.runner.worker import ReportProgress, Worker
+from atom.model_engine.scheduler import Scheduler, StepResult
+from atom.model_engine.step_coordinator import NullCoordinator, StepCoordinator
+from atom.runtime.liveness import LivenessPage
+from atom.runtime.startup_phases import StartupPhases, format_phases
+from atom.utils import envs
+from atom.utils.logging import init_logger
+
+logger = init_logger(__name__)
+
+# A step may take this long before the engine counts as hung: generous, for the slowest machine that is
+# still of use, and in proportion to the work so that a short step is noticed soon.
+STEP_ALLOWANCE_S = 30.0
+STEP_ALLOWANCE_PER_TOKEN_S = 0.25
+INTEGRITY_CHECK_INTERVAL_S = 1.0
+
+
+def load_worker_class(qualname: str) -> type[Worker]:
+    """The worker class named ``package.module.Class``. Raises ConfigError if there is none."""
+    module, _, name = qualname.rpartition(".")
+    try:
+        worker_class = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"runner_qualname {qualname!r} cannot be loaded: {error}") from error
+    if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
+        raise ConfigError(f"runner_qualname {qualname!r} is not a Worker")
+    return worker_class
+
+
+class EngineCore:
+    """Owns the scheduler and the worker of one engine. Every method is called from one thread.
+
+    Args:
+        emit: takes each message for the front end.
+        page: liveness page to stamp; None in process.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        emit: Callable[[FromEngine], None],
+        *,
+        phases: StartupPhases | None = None,
+        page: LivenessPage | None = None,
+        worker: Worker | None = None,
+        coordinator: StepCoordinator | None = None,
+        connector: KVConnector | None = None,
+    ):
+        self.config = config
+        self.coordinator = coordinator or NullCoordinator()
+        self.worker = worker or load_worker_class(config.runner_qualname)(config)
+        self.scheduler: Scheduler | None = None
+        self._connector = connector or NullConnector()
+        self._emit = emit
+        self._phases = phases or StartupPhases()
+        self._page = page
+        self._pending: tuple[ScheduledBatch, Any] | None = None  # launched, not committed (overlapped loop)
+        self._step: Callable[[], bool] = self._step_plain
+        self._num_steps = 0
+        self._checked_at = 0.0
+        self._metrics_at = 0.0
+        self._metrics_interval_s = envs.ATOM_METRICS_UPDATE_INTERVAL_S
+
+    # -- life
+
+    def start(self, report: ReportProgress) -> None:
+        """Load, allocate, warm up, and tell the front end that the engine serves.
+
+        Raises ConfigError, ModelLoadError, CacheBudgetError.
+        """
+        for phase, action in (
+            ("load weights", lambda: self.worker.load(report)),
+            ("allocate cache", self._allocate),
+            ("warm up", lambda: self.worker.warm_up(report)),
+        ):
+            self._phases.begin(phase)
+            report(phase, 0.0)
+            action()
+        seconds = self._phases.end()
+        logger.info("engine ready: %s", format_phases(seconds))
+        self._emit(Ready(self.worker.info(), seconds))
+
+    def _allocate(self) -> None:
+        groups = self.worker.cache_groups()
+        self.worker.allocate(groups)
+        self.scheduler = Scheduler(self.worker.scheduler_config(), groups, self._connector)
+        if self.worker.uses_overlapped_loop():
+            self._step = self._step_overlapped
+
+    def close(self) -> None:
+        self.worker.close()
+
+    # -- messages
+
+    def handle(self, message: ToEngine) -> None:
+        """Act on one message. A bad one fails alone: it is answered, never raised."""
+        match message:
+            case AddRequests():
+                for request, chain in zip(message.requests, message.chains, strict=True):
+                    self.scheduler.add(make_sequence(request, chain, self.config.kv_cache_block_size))
+            case Abort():
+                for seq_id, keep, reason in zip(
+                    message.ids, message.keep_tokens, message.reasons, strict=True
+                ):
+                    self.scheduler.abort(seq_id, keep, reason)
+            case Utility():
+                self._emit(self._run_utility(message))
+            case Shutdown():
+                pass  # the loop that runs this core ends; nothing is owed to clients that are gone
+
+    def _run_utility(self, message: Utility) -> UtilityResponse:
+        action = _UTILITIES.get(message.command)
+        if action is None:
+            known = ", ".join(sorted(_UTILITIES))
+            return UtilityResponse(
+                message.call_id, error=f"unknown command {message.command!r}; known: {known}"
+            )
+        try:
+            return UtilityResponse(message.call_id, action(self, **message.args))
+        except Exception as error:
+            logger.exception("utility %s failed", message.command)
+            return UtilityResponse(message.call_id, error=f"{type(error).__name__}: {error}")
+
+    # -- steps
+
+    @property
+    def has_work(self) -> bool:
+        return self._pending is not None or self.scheduler.has_work
+
+    def step(self) -> bool:
+        """One iteration of the chosen loop; False when nothing could run (all that is left waits)."""
+        did_work = self._step()
+        self._num_steps += 1
+        if self._page is not None:
+            self._page.end_step(self._num_steps)
+        if not self.has_work:
+            self._check_integrity()
+        return did_work
+
+    def _step_plain(self) -> bool:
+        batch = self._schedule()
+        if batch is None:
+            return False
+        handle = self.worker.launch(batch)
+        self.worker.sample(handle)
+        self._commit(batch, handle)
+        return True
+
+    def _step_overlapped(self) -> bool:
+        batch = self._schedule()
+        handle = None
+        is_late = False
+        if batch is not None:
+            handle = self.worker.launch(batch)
+            is_late = self.worker.needs_late_mask(handle)
+            if not is_late:
+                self.worker.sample(handle)
+        if self._pending is not None:
+            self._commit(*self._pending)
+        if is_late:  # its mask depends on the ids just committed
+            self.worker.sample(handle)
+        did_work = batch is not None or self._pending is not None
+        self._pending = None if batch is None else (batch, handle)
+        return did_work
+
+    def _schedule(self) -> ScheduledBatch | None:
+        batch = self.scheduler.schedule()
+        ended = self.scheduler.take_rejected()
+        if ended:
+            self._emit(StepResult.of_ended(ended).to_message())
+        if batch is not None and self._page is not None:
+            self._page.begin_step(STEP_ALLOWANCE_S + STEP_ALLOWANCE_PER_TOKEN_S * batch.num_tokens)
+        return batch
+
+    def _commit(self, batch: ScheduledBatch, handle: Any) -> None:
+        result = self.scheduler.commit(batch, self.worker.wait(handle))
+        if result.seqs:
+            self._emit(result.to_message())
+
+    def _check_integrity(self) -> None:
+        now = time.monotonic()
+        if now - self._checked_at < INTEGRITY_CHECK_INTERVAL_S:
+            return
+        self._checked_at = now
+        problems = self.scheduler.check_integrity(repair=True)
+        if problems:
+            logger.error("KV cache accounting was wrong and has been rebuilt: %s", "; ".join(problems[:5]))
+
+    # -- metrics
+
+    def push_metrics_if_due(self, now: float) -> None:
+        if now - self._metrics_at >= self._metrics_interval_s:
+            self._metrics_at = now
+            self._emit(Metrics(self.stats()))
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges of this engine."""
+        values = dict(self.scheduler.stats())
+        values["engine_steps"] = self._num_steps
+        return values
+
+    def _clear_kv_cache(self) -> bool:
+        self.scheduler.clear_prefix_cache()
+        return True
+
+
+_UTILITIES: dict[str, Callable[..., Any]] = {
+    "set_vocab_size": lambda core, size: core.worker.set_vocab_size(size),
+    "clear_kv_cache": EngineCore._clear_kv_cache,
+    "get_cache_statistics": lambda core: core.scheduler.stats(),
+    "get_metrics_statistics": lambda core: core.stats(),
+    "check_integrity": lambda core: core.scheduler.check_integrity(),
+    "start_profile": lambda core, directory=None: core.worker.start_profile(directory),
+    "stop_profile": lambda core: core.worker.stop_profile(),
+}
+
+
+def make_in_process_core(config: Config, emit: Callable[[FromEngine], None]) -> EngineCore:
+    """Build and start a core for an InProcessClient."""
+    core = EngineCore(config, emit)
+    core.start(lambda phase, fraction: emit(Progress(phase, fraction)))
+    return core

@@ -1,0 +1,375 @@
+"""ModelRunner: the worker that runs a real model on one device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from atom.config import Config
+from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenLogprobs
+from atom.errors import ConfigError
+from atom.kernels.registry import selected_kernels
+from atom.model_engine.runner.device_tables import DeviceTables, StepInputs
+from atom.model_engine.runner.input_packer import InputPacker, PackedStep
+from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
+from atom.model_engine.runner.limits import scheduler_limits
+from atom.model_engine.runner.warm_up import warm_up_batches
+from atom.model_engine.runner.worker import ReportProgress, Worker
+from atom.model_engine.scheduler import SchedulerConfig
+from atom.model_loader.loader import load_dummy, load_weights
+from atom.model_loader.model_files import ModelFiles
+from atom.model_ops.logprobs import prompt_logprobs
+from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_bans, to_batch_output
+from atom.models.registry import get_model_class, support_model_arch_dict
+from atom.platforms import get_platform
+from atom.runtime.profiler import Profiler
+from atom.utils.forward_context import AttentionMetadata, ForwardContext, set_forward_context
+from atom.utils.logging import init_logger
+
+__all__ = ["ModelRunner", "support_model_arch_dict"]
+
+logger = init_logger(__name__)
+
+DEVICE_CHUNK_TOKENS = 16384
+CPU_CHUNK_SECONDS = 0.2  # a prefill step of this length keeps streams flowing
+CPU_FLOPS_PER_THREAD = {torch.float32: 120e9, torch.bfloat16: 200e9, torch.float16: 120e9}
+MIN_CHUNK_TOKENS = 256
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A launched step: what sampling and reading back need."""
+
+    batch: ScheduledBatch
+    inputs: StepInputs
+    plan: SamplingPlan
+    logits: torch.Tensor | None = None  # [num sampling sequences, vocab], until sampled
+    sampled: SampleResult | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class ModelRunner(Worker):
+    """Loads a model, owns its KV cache and device tables, and computes steps.
+
+    Args:
+        config: validated; ``check_supported`` has passed.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.platform = get_platform(config.device)
+        self.device = self.platform.device()
+        if self.platform.name == "cpu":
+            torch.set_num_threads(config.num_threads or self.platform.default_num_threads)
+        torch.set_grad_enabled(False)
+        self.files = ModelFiles.resolve(config.model, hf_overrides=config.hf_overrides)
+        self.hf_config = self.files.hf_config
+        self.dtype = self._choose_dtype()
+        self.block_size = config.kv_cache_block_size
+        self.model: torch.nn.Module | None = None
+        self.groups: list[CacheGroupSpec] = []
+        self._profiler: Profiler | None = None
+
+    def _choose_dtype(self) -> torch.dtype:
+        name = self.config.dtype
+        if name == "auto":
+            return self.platform.default_dtype()
+        return getattr(torch, name)
+
+    # -- loading
+
+    def load(self, report: ReportProgress) -> None:
+        logger.info("device %s (%s), dtype %s", self.platform.name, self.platform.reason, self.dtype)
+        self._weight_bytes = self._count_weight_bytes()
+        model_class = get_model_class(self.hf_config.architectures)
+        with torch.device("meta"), _default_dtype(self.dtype):
+            skeleton = model_class(self.hf_config, lm_head_dtype=self.config.lm_head_dtype)
+        specs = skeleton.cache_groups(self.block_size, self.dtype)
+        self._plan(specs)  # before the weights: what cannot fit is said in seconds
+        with self.device, _default_dtype(self.dtype):
+            self.model = model_class(self.hf_config, lm_head_dtype=self.config.lm_head_dtype).eval()
+        if self.config.load_dummy is None:
+            load_weights(self.model, self.files, report=report)
+        else:
+            load_dummy(self.model, self.config.load_dummy)
+        report("load weights", 1.0)
+
+    def _count_weight_bytes(self) -> int:
+        if self.config.load_dummy is None:
+            return self.files.weight_bytes(dtype_name(self.dtype))
+        with torch.device("meta"), _default_dtype(self.dtype):
+            model = get_model_class(self.hf_config.architectures)(self.hf_config)
+        return sum(parameter.nbytes for parameter in model.parameters())
+
+    # -- memory
+
+    def _plan(self, specs: list[CacheGroupSpec]) -> None:
+        config = self.config
+        longest = self.hf_config.get("max_position_embeddings") or 8192
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len}, but the model has {longest} positions "
+                "(max_position_embeddings)"
+            )
+        self._chunk_tokens = min(config.max_num_batched_tokens or self._default_chunk(), 1 << 20)
+        limits = CacheLimits(
+            block_size=self.block_size,
+            max_model_len=config.max_model_len or longest,
+            max_model_len_is_explicit=config.max_model_len is not None,
+            max_num_seqs=config.max_num_seqs,
+            chunk_tokens=self._chunk_tokens,
+            kv_cache_memory=config.kv_cache_memory,
+            gpu_memory_utilization=None if self.platform.name == "cpu" else config.gpu_memory_utilization,
+        )
+        self._facts = MemoryFacts(
+            device=self.platform.name,
+            total=self.platform.total_memory(),
+            free=self.platform.free_memory(),
+            weights=self._weight_bytes,
+            activations=self._activation_bytes(),
+        )
+        plan = plan_cache(specs, self._facts, limits)
+        if config.num_kvcache_blocks > 0:
+            plan = _with_block_count(plan, config.num_kvcache_blocks, limits)
+        if plan.max_model_len < limits.max_model_len:
+            logger.warning(
+                "context lowered from %d to %d tokens: the KV cache budget of %s holds no longer request "
+                "(--kv-cache-memory raises it)",
+                limits.max_model_len,
+                plan.max_model_len,
+                format_bytes(plan.budget),
+            )
+        self.groups = plan.groups
+        self.max_model_len = plan.max_model_len
+        self.num_cache_tokens = plan.num_tokens
+        self.cache_bytes = sum(group.num_blocks * group.bytes_per_block for group in plan.groups)
+        logger.info(
+            "KV cache: %s of a budget of %s, %d tokens (%s)",
+            format_bytes(self.cache_bytes),
+            format_bytes(plan.budget),
+            plan.num_tokens,
+            ", ".join(f"{group.kind} {group.num_blocks} blocks" for group in plan.groups),
+        )
+
+    def _default_chunk(self) -> int:
+        """Tokens of a prefill step: a device's batch, or what takes about ``CPU_CHUNK_SECONDS`` on the CPU."""
+        if self.platform.name != "cpu":
+            return DEVICE_CHUNK_TOKENS
+        flops_per_token = 2 * self._weight_bytes / self.dtype.itemsize
+        speed = CPU_FLOPS_PER_THREAD.get(self.dtype, 100e9) * torch.get_num_threads()
+        tokens = int(CPU_CHUNK_SECONDS * speed / max(1, flops_per_token))
+        return max(MIN_CHUNK_TOKENS, tokens - tokens % MIN_CHUNK_TOKENS, self.config.max_num_seqs)
+
+    def _activation_bytes(self) -> int:
+        """Upper estimate of the largest step's tensors: a few hidden rows and the MLP's a token, and logits."""
+        config = self.hf_config
+        width = 8 * config.hidden_size + 3 * config.intermediate_size
+        rows = min(self.config.max_num_seqs, self._chunk_tokens)
+        return self._chunk_tokens * width * self.dtype.itemsize + rows * config.vocab_size * 4
+
+    def cache_groups(self) -> list[CacheGroupSpec]:
+        return self.groups
+
+    def allocate(self, groups: list[CacheGroupSpec]) -> None:
+        config = self.config
+        layers = self.model.attention_layers()
+        self._kv_caches = {}
+        self._group_of_layer = {}
+        for index, group in enumerate(groups):
+            for name in group.layer_names:
+                shape = layers[name].cache_shape(group.num_blocks, self.block_size)
+                # zeros, not empty: a NaN left in a never written slot would survive a masked product
+                self._kv_caches[name] = tuple(
+                    torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)
+                )
+                self._group_of_layer[name] = index
+        max_blocks = -(-self.max_model_len // self.block_size) + 1
+        self._tables = DeviceTables(
+            config.max_num_seqs, max_blocks, len(groups), self.block_size, self.device
+        )
+        capacity = InputPacker.capacity(config.max_num_seqs, self._chunk_tokens, max_blocks, len(groups))
+        self._packer = InputPacker(capacity)
+        self.set_vocab_size(self.hf_config.vocab_size)
+
+    def set_vocab_size(self, size: int) -> None:
+        self._vocab_size = min(size, self.hf_config.vocab_size)
+        self._sampler = Sampler(self.config.max_num_seqs, self._vocab_size, self.device)
+
+    def scheduler_config(self) -> SchedulerConfig:
+        is_cpu = self.platform.name == "cpu"
+        bound = self.config.max_consecutive_prefill_steps
+        return scheduler_limits(
+            self.config,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self._chunk_tokens,
+            max_consecutive_prefill_steps=(1 if is_cpu else 0) if bound is None else bound,
+        )
+
+    def uses_overlapped_loop(self) -> bool:
+        loop = self.config.loop
+        return loop == "overlapped" or (loop == "auto" and self.platform.name != "cpu")
+
+    # -- steps
+
+    def launch(self, batch: ScheduledBatch) -> StepHandle:
+        plan = self._sampler.plan(batch)
+        step = self._packer.pack(batch)
+        packed = torch.from_numpy(step.buffer).to(self.device, non_blocking=True)
+        context_lens_host = [start + n for start, n in zip(batch.starts, batch.num_scheduled, strict=True)]
+        inputs = self._tables.prepare(packed, step, max(context_lens_host))
+        with set_forward_context(self._forward_context(batch, inputs, step, context_lens_host)):
+            hidden = self.model(inputs.input_ids, inputs.positions)
+        handle = StepHandle(batch, inputs, plan)
+        indices = plan.indices
+        if indices is None or indices:
+            last = inputs.cu_query_lens[1:].long() - 1 if step.num_tokens > step.num_seqs else None
+            if indices is not None:
+                last = (last if last is not None else torch.arange(step.num_seqs, device=self.device))[
+                    indices
+                ]
+            handle.logits = self.model.compute_logits(hidden if last is None else hidden[last])
+        self._score_prompts(handle, hidden)
+        return handle
+
+    def _forward_context(
+        self, batch: ScheduledBatch, inputs: StepInputs, step: PackedStep, context_lens_host: list[int]
+    ) -> ForwardContext:
+        metadata = [
+            AttentionMetadata(
+                num_prefill_seqs=batch.num_prefill_seqs,
+                num_prefill_tokens=step.num_prefill_tokens,
+                query_lens_host=batch.num_scheduled,
+                context_lens_host=context_lens_host,
+                cu_query_lens=inputs.cu_query_lens,
+                context_lens=inputs.context_lens,
+                block_table=group.block_table,
+                slots=group.slots,
+            )
+            for group in inputs.groups
+        ]
+        return ForwardContext(metadata, self._group_of_layer, self._kv_caches)
+
+    def _score_prompts(self, handle: StepHandle, hidden: torch.Tensor) -> None:
+        """Log-probabilities of the prompt tokens that follow this step's positions, where asked for."""
+        batch, at = handle.batch, 0
+        for index in range(batch.num_prefill_seqs):
+            seq, start, count = batch.seqs[index], batch.starts[index], batch.num_scheduled[index]
+            if seq.params.prompt_logprobs is not None:
+                end = min(start + count, seq.num_prompt_tokens - 1)
+                next_ids = torch.tensor(seq.token_ids[start + 1 : end + 1], device=self.device)
+                handle.prompt_logprobs[index] = prompt_logprobs(
+                    hidden[at : at + max(0, end - start)],
+                    self.model.compute_logits,
+                    next_ids,
+                    seq.params.prompt_logprobs,
+                    self._sampler.num_valid_ids,
+                    self._sampler.ops,
+                )
+            at += count
+
+    def needs_late_mask(self, handle: StepHandle) -> bool:
+        return handle.plan.needs_late_mask
+
+    def sample(self, handle: StepHandle) -> None:
+        if handle.logits is None:
+            self._tables.advance(handle.inputs, handle.inputs.rows[:0], handle.inputs.rows[:0])
+            return
+        plan = handle.plan
+        bans = late_bans(handle.batch) if plan.needs_late_mask else None
+        handle.sampled = self._sampler.sample(handle.logits, plan, bans)
+        rows = handle.inputs.rows
+        sampled_rows = rows if plan.indices is None else rows[plan.indices]
+        self._tables.advance(handle.inputs, sampled_rows, handle.sampled.token_ids)
+        handle.logits = None  # the largest tensor of a step; the handle may wait for another one
+
+    def wait(self, handle: StepHandle) -> BatchOutput:
+        if handle.sampled is None:
+            output = BatchOutput([0] * handle.batch.num_seqs)
+        else:
+            output = to_batch_output(handle.batch, handle.plan, handle.sampled)
+        output.prompt_logprobs = handle.prompt_logprobs or None
+        return output
+
+    def warm_up(self, report: ReportProgress) -> None:
+        """Run the largest prefill step and a decode step, so that neither is slow or fails for a user."""
+        length = min(self._chunk_tokens, self.max_model_len - 1)
+        for number, batch in enumerate(warm_up_batches(length, self.block_size, len(self.groups)), 1):
+            handle = self.launch(batch)
+            self.sample(handle)
+            self.wait(handle)
+            report("warm up", number / 2)
+        self.platform.synchronize()
+
+    # -- facts and tools
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "device": self.platform.name,
+            "device_reason": self.platform.reason,
+            "dtype": dtype_name(self.dtype),
+            "backends": self._backends(),
+            "num_threads": torch.get_num_threads(),
+            "loop": "overlapped" if self.uses_overlapped_loop() else "plain",
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": self._chunk_tokens,
+            "vocab_size": self._vocab_size,
+            "weight_bytes": self._weight_bytes,
+            "kv_cache_bytes": self.cache_bytes,
+            "kv_cache_tokens": self.num_cache_tokens,
+        }
+
+    def _backends(self) -> dict[str, str]:
+        """What computes attention and every registered operation, by name."""
+        layers = self.model.attention_layers().values()
+        names = {"attention": ", ".join(sorted({layer.backend.name for layer in layers}))}
+        return names | {op: ", ".join(kernels) for op, kernels in selected_kernels().items()}
+
+    def start_profile(self, directory: str | None) -> None:
+        if self._profiler is not None:
+            raise ConfigError("a profile is already being recorded")
+        directory = directory or self.config.torch_profiler_dir
+        if not directory:
+            raise ConfigError(
+                "torch_profiler_dir (ATOM_TORCH_PROFILER_DIR) must name a folder for the traces"
+            )
+        self._profiler = Profiler(directory, "rank_0", self.platform)
+        self._profiler.start()
+
+    def stop_profile(self) -> list[str]:
+        if self._profiler is None:
+            raise ConfigError("no profile is being recorded")
+        profiler, self._profiler = self._profiler, None
+        return [profiler.stop()]
+
+    def close(self) -> None:
+        self.model = None
+        self._kv_caches = {}
+        self._tables = None
+        self._sampler = None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _with_block_count(plan: CachePlan, num_blocks: int, limits: CacheLimits) -> CachePlan:
+    """``--num-kvcache-blocks`` as given, for every paged group, and the context that it can hold."""
+    groups = [
+        group if group.kind is GroupKind.STATE else replace(group, num_blocks=num_blocks)
+        for group in plan.groups
+    ]
+    tokens = num_blocks * limits.block_size
+    return replace(plan, groups=groups, num_tokens=tokens, max_model_len=min(plan.max_model_len, tokens))

@@ -1,0 +1,317 @@
+"""The sampling stage: logits of a step to one id a sequence, batched, after the forward pass.
+
+The order of the stages: penalties, logit bias, bans; then arg-max for greedy rows; for the others
+temperature, top-k, top-p, min-p and a choice by one uniform number that depends on (seed, position) alone,
+so that neither the row, the step, the chunking nor the company of other requests changes an answer.
+Log-probabilities are the model's own, before any of it.
+
+``plan`` works on the host and costs about a microsecond while the batch keeps its rows and all are greedy;
+``sample`` only touches the device.
+"""
+
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+
+from atom.core import BatchOutput, ScheduledBatch
+from atom.model_ops import sampler_cpu
+from atom.model_ops.logprobs import LogprobTensors, token_logprobs
+from atom.model_ops.sampler_tables import (
+    BANS,
+    BIAS,
+    CHANGES_LOGITS,
+    LATE_BANS,
+    LOGPROBS,
+    MIN_TOKENS,
+    PENALTIES,
+    RANDOM,
+    SamplerTables,
+)
+
+NOT_FINITE = "the model's logits are not finite (NaN, or no token is left to choose)"
+
+
+@dataclass(slots=True)
+class _Group:
+    """The logits rows that need one stage: as a list, as a tensor, and the parameters of its stage."""
+
+    rows: list[int]
+    index: torch.Tensor
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Composition:
+    """What follows from which sequences sample, in which order; kept while neither changes."""
+
+    rows: list[int]
+    version: int
+    needs: int = 0  # bits of any row
+    random: _Group | None = None
+    penalties: _Group | None = None
+    slots: torch.Tensor | None = None  # penalty slots [m]
+    host_slots: list[int] = field(default_factory=list)
+    bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # (row, id, value), each [k]
+    bans: tuple[torch.Tensor, torch.Tensor] | None = None  # (row, id)
+    min_tokens: list[int] = field(default_factory=list)
+    logprobs: _Group | None = None
+    num_top: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SamplingPlan:
+    """How one step is sampled. ``indices[i]`` is the batch index of logits row i; None: all, in order."""
+
+    indices: list[int] | None
+    composition: _Composition
+    positions: torch.Tensor | None = None  # [random rows] int64
+    min_token_bans: list[tuple[int, int]] = field(default_factory=list)  # (logits row, id)
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.composition.needs & RANDOM
+
+    @property
+    def needs_late_mask(self) -> bool:
+        """Whether ``late_bans`` must be asked once the step before this one is committed."""
+        return bool(self.composition.needs & LATE_BANS)
+
+
+@dataclass(slots=True)
+class SampleResult:
+    """Device tensors of one step; row i belongs to logits row i."""
+
+    token_ids: torch.Tensor  # [n] int64
+    is_finite: torch.Tensor  # [n] bool; where False the row alone has failed
+    logprobs: LogprobTensors | None = None  # of the rows that asked
+
+
+class Sampler:
+    """Samples for the rows of the device tables.
+
+    Args:
+        num_rows: rows without the trash row.
+        num_valid_ids: the tokenizer's size; ids from it on (padded vocabulary) are never sampled.
+        device: where the logits are.
+        ops: how the heavy parts are computed: ``sampler_cpu``, or ``kernels.reference.sampling`` on devices,
+            which never waits for the device.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_valid_ids: int,
+        device: torch.device | str = "cpu",
+        ops: ModuleType = sampler_cpu,
+    ):
+        self.num_valid_ids = num_valid_ids
+        self.device = device
+        self.ops = ops
+        self.tables = SamplerTables(num_rows, num_valid_ids, device)
+        self._composition = _Composition([], -1)
+
+    def plan(self, batch: ScheduledBatch) -> SamplingPlan:
+        """What ``sample`` has to do for this step. Writes the parameters of ``batch.new_seqs`` first."""
+        tables = self.tables
+        for seq in batch.new_seqs:
+            if seq.row >= 0:
+                tables.admit(seq.row, seq)
+        indices = None
+        rows = batch.rows
+        if batch.num_prefill_seqs and not all(batch.samples):
+            indices = [i for i, samples in enumerate(batch.samples) if samples]
+            rows = [rows[i] for i in indices]
+        composition = self._composition
+        if composition.version != tables.version or composition.rows != rows:
+            composition = self._composition = self._compose(list(rows))
+        plan = SamplingPlan(indices, composition)
+        if composition.needs & (RANDOM | MIN_TOKENS):
+            self._add_positions(plan, batch)
+        return plan
+
+    def _add_positions(self, plan: SamplingPlan, batch: ScheduledBatch) -> None:
+        """What depends on how far each sequence is: the random counters and the ban on ending early."""
+        composition, starts, counts = plan.composition, batch.starts, batch.num_scheduled
+
+        def position(row: int) -> int:
+            """Of the token that is sampled: the number of tokens before it."""
+            i = row if plan.indices is None else plan.indices[row]
+            return starts[i] + counts[i]
+
+        if composition.random is not None:
+            plan.positions = self._tensor([position(row) for row in composition.random.rows])
+        for row in composition.min_tokens:
+            seq = self.tables.seqs[composition.rows[row]]
+            if position(row) - seq.num_prompt_tokens < seq.params.min_tokens:
+                plan.min_token_bans += [(row, i) for i in seq.stop_ids if i < self.num_valid_ids]
+
+    def _compose(self, rows: list[int]) -> _Composition:
+        tables = self.tables
+        needs = [tables.needs[row] for row in rows]
+        composition = _Composition(rows, tables.version)
+        for need in needs:
+            composition.needs |= need
+        if not composition.needs:
+            return composition
+
+        def group(bit: int) -> _Group | None:
+            members = [i for i, need in enumerate(needs) if need & bit]
+            return _Group(members, self._tensor(members)) if members else None
+
+        for name, bit in (("random", RANDOM), ("penalties", PENALTIES)):
+            members = group(bit)
+            if members is not None:
+                members.parameters = tables.parameters(self._tensor([rows[i] for i in members.rows]))
+                setattr(composition, name, members)
+        if composition.penalties is not None:
+            composition.host_slots = [tables.slots[rows[i]] for i in composition.penalties.rows]
+            composition.slots = self._tensor(composition.host_slots)
+        composition.logprobs = group(LOGPROBS)
+        if composition.logprobs is not None:
+            composition.num_top = [
+                tables.seqs[rows[i]].params.num_logprobs for i in composition.logprobs.rows
+            ]
+        composition.min_tokens = [i for i, need in enumerate(needs) if need & MIN_TOKENS]
+        self._compose_lists(composition, needs)
+        return composition
+
+    def _compose_lists(self, composition: _Composition, needs: list[int]) -> None:
+        """The sparse lists of logit bias and of single-token bad words; ids out of range have no logit."""
+        limit = self.num_valid_ids
+        bias, bans = [], []
+        for i, row in enumerate(composition.rows):
+            seq = self.tables.seqs[row]
+            if needs[i] & BIAS:
+                bias += [(i, token, value) for token, value in seq.params.logit_bias.items() if token < limit]
+            if needs[i] & BANS:
+                bans += [(i, word[0]) for word in seq.bad_word_ids if len(word) == 1 and word[0] < limit]
+        if bias:
+            row, ids, values = zip(*bias, strict=True)
+            values = torch.tensor(values, dtype=torch.float32, device=self.device)
+            composition.bias = (self._tensor(row), self._tensor(ids), values)
+        composition.bans = self._pairs(bans)
+
+    def _tensor(self, values) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not pairs:
+            return None
+        rows, ids = zip(*pairs, strict=True)
+        return self._tensor(rows), self._tensor(ids)
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        logits: torch.Tensor,
+        plan: SamplingPlan,
+        late_bans: list[tuple[int, int]] | None = None,
+    ) -> SampleResult:
+        """One id for each row of ``logits`` [n, vocab], which may be overwritten.
+
+        ``late_bans`` are (logits row, id) pairs of :func:`late_bans`.
+        """
+        composition = plan.composition
+        logits = logits[:, : self.num_valid_ids]
+        if not composition.needs:
+            ids, best = self.ops.argmax(logits)
+            return SampleResult(ids, best.isfinite())
+        logits = logits.float()
+        raw = None
+        if composition.logprobs is not None:
+            raw = (
+                logits
+                if len(composition.logprobs.rows) == len(logits)
+                else logits[composition.logprobs.index]
+            )
+            if composition.needs & CHANGES_LOGITS and raw is logits:
+                raw = logits.clone()
+        self._change_logits(logits, plan, late_bans)
+        ids, best = self.ops.argmax(logits)
+        is_finite = best.isfinite()
+        if composition.random is not None:
+            self._sample_random(logits, best, plan, ids)
+        if composition.penalties is not None:
+            own = ids[composition.penalties.index]
+            self.tables.penalties.record(composition.slots, composition.host_slots, own)
+        result = SampleResult(ids, is_finite)
+        if raw is not None:
+            own = ids[composition.logprobs.index]
+            result.logprobs = token_logprobs(raw, own, max(composition.num_top), self.ops)
+        return result
+
+    def _change_logits(
+        self, logits: torch.Tensor, plan: SamplingPlan, late: list[tuple[int, int]] | None
+    ) -> None:
+        composition = plan.composition
+        if composition.penalties is not None:
+            p = composition.penalties.parameters
+            self.tables.penalties.apply(
+                logits, composition.penalties.index, composition.slots, composition.host_slots,
+                p["presence"], p["frequency"], p["repetition"],
+            )  # fmt: skip
+        if composition.bias is not None:
+            row, ids, values = composition.bias
+            logits[row, ids] += values  # an id occurs once a row
+        late = [(row, i) for row, i in late or () if i < self.num_valid_ids]
+        for bans in (composition.bans, self._pairs(plan.min_token_bans + late)):
+            if bans is not None:
+                logits[bans] = -torch.inf
+
+    def _sample_random(
+        self, logits: torch.Tensor, best: torch.Tensor, plan: SamplingPlan, ids: torch.Tensor
+    ) -> None:
+        """Overwrite, in ``ids``, those of the rows that are sampled at random."""
+        group = plan.composition.random
+        p = group.parameters
+        uniforms = self.ops.philox_uniform(p["seed"], plan.positions)
+        is_all = len(group.rows) == len(logits)
+        if not is_all:
+            logits, best = logits[group.index], best[group.index]
+        chosen = self.ops.choose(
+            logits, best, p["temperature"], p["top_k"], p["top_p"], p["min_p"], uniforms
+        )  # fmt: skip
+        ids[group.index] = chosen.clamp_(0, self.num_valid_ids - 1)  # a row that is not finite may run over
+
+
+def late_bans(batch: ScheduledBatch) -> list[tuple[int, int]]:
+    """Ids that would complete a bad word of several tokens: (logits row, id) pairs for ``Sampler.sample``.
+
+    Ask it when the step before ``batch`` is committed; a word is matched within the answer.
+    """
+    bans = []
+    row = 0
+    for seq, samples in zip(batch.seqs, batch.samples, strict=True):
+        if not samples:
+            continue
+        for word in seq.bad_word_ids:
+            num_before = len(word) - 1
+            is_possible = 0 < num_before <= seq.num_output_tokens
+            if is_possible and tuple(seq.token_ids[-num_before:]) == tuple(word[:-1]):
+                bans.append((row, word[-1]))
+        row += 1
+    return bans
+
+
+def to_batch_output(batch: ScheduledBatch, plan: SamplingPlan, result: SampleResult) -> BatchOutput:
+    """A step's result as the scheduler wants it. The only function here that waits for the device."""
+    ids = result.token_ids.tolist()
+    indices = plan.indices
+    output = BatchOutput(ids)
+    if indices is not None:
+        output.token_ids = [0] * batch.num_seqs
+        for i, token_id in zip(indices, ids, strict=True):
+            output.token_ids[i] = token_id
+    if not bool(result.is_finite.all()):
+        failed = [row for row, ok in enumerate(result.is_finite.tolist()) if not ok]
+        output.errors = {row if indices is None else indices[row]: NOT_FINITE for row in failed}
+    if result.logprobs is not None:
+        composition = plan.composition
+        entries = result.logprobs.to_list(composition.num_top)
+        rows = composition.logprobs.rows
+        output.logprobs = {
+            row if indices is None else indices[row]: [entry]
+            for row, entry in zip(rows, entries, strict=True)
+        }
+    return output

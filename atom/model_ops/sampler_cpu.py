@@ -1,0 +1,316 @@
+"""Sampling on the CPU: the functions of ``kernels.reference.sampling`` without their passes over the vocabulary.
+
+A full sort of 16 x 262,144 logits takes 230 ms. Here the largest logit of each block of 64 comes first (one
+fast pass); the k-th largest of these bounds the k-th largest logit from below, so the few blocks above it hold
+every candidate. Candidates are all ids at or above a bound, hence ties are never split, and stay in order of
+ids. Whether they were enough is checked; rows where they were not are done again, in the end row by row on
+the whole vocabulary (2 ms each: NumPy sorts values 20 times as fast as torch sorts pairs).
+
+Control flow depends on the data, and NumPy works on the tensors' own memory: CPU tensors only.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from atom.kernels.reference import sampling as reference
+from atom.kernels.reference.sampling import TOP_P_SLACK, rank_of
+
+__all__ = ["argmax", "choose", "philox_uniform", "rank_of", "top"]
+
+BLOCK = 64
+WIDE_BLOCK = 512
+MIN_CANDIDATES = 256
+MAX_SHARE = 0.25  # of the blocks: a row with more candidates is faster on the whole vocabulary
+LOG_ZERO = -104.0  # exp(-104) is 0 in float32
+
+
+def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """As the reference: [n] int64, [n] int64 -> [n] float32. 25 us instead of 210."""
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    seed, position = seeds.numpy().view(np.uint64), positions.numpy().view(np.uint64)
+    key = np.stack((seed & low, seed >> shift))
+    even = np.stack((np.zeros_like(position), position & low))
+    odd = np.stack((position >> shift, np.zeros_like(position)))
+    for _ in range(10):
+        product = even * _ROUND
+        even = ((product >> shift) ^ odd ^ key)[::-1]
+        odd = product & low
+        key = (key + _KEY_STEP) & low
+    word = even[1].astype(np.uint32).view(np.int32)
+    magnitude = np.where(word < 0, ~word, word).astype(np.float32)
+    return torch.from_numpy(magnitude * np.float32(reference.UNIFORM_SCALE))
+
+
+_ROUND = np.array(reference.ROUND, np.uint64)[:, None]
+_KEY_STEP = np.array(reference.KEY_STEP, np.uint64)[:, None]
+
+
+def _block_max(values: torch.Tensor, block: int) -> torch.Tensor:
+    """The largest value of each block of ids, [n, ceil(vocab / block)]; the last block may be short."""
+    num_full = values.shape[-1] // block
+    largest = values[:, : num_full * block].unflatten(-1, (num_full, block)).amax(dim=-1)
+    if num_full * block == values.shape[-1]:
+        return largest
+    return torch.cat((largest, values[:, num_full * block :].amax(dim=-1, keepdim=True)), dim=-1)
+
+
+def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference, ten times as fast: the best block of 512, then the best id in it."""
+    num_rows, vocab_size = logits.shape
+    if vocab_size < 2 * WIDE_BLOCK:
+        return reference.argmax(logits)
+    block = _block_max(logits, WIDE_BLOCK).argmax(dim=-1, keepdim=True)  # the first of equals
+    start = (block * WIDE_BLOCK).clamp_(max=vocab_size - WIDE_BLOCK)  # a short last block: look back
+    columns = start + torch.arange(WIDE_BLOCK)
+    inside = logits.gather(-1, columns)
+    best, offset = inside.max(dim=-1, keepdim=True)
+    # Looking back cannot find an earlier equal: then its block would have been the first of equals.
+    return (start + offset).squeeze(-1), best.squeeze(-1)
+
+
+def _candidates(
+    logits: np.ndarray, largest: np.ndarray, bound: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every id whose logit is at or above its row's bound, in order of ids.
+
+    Args:
+        logits: [n, vocab] float32.
+        largest: [n, blocks], the largest of each block of ``BLOCK`` logits.
+        bound: [n] float32.
+    Returns:
+        logits [n, c] float32 padded with -inf, ids [n, c] int64 padded with 0, counts [n].
+    """
+    num_rows, vocab_size = logits.shape
+    rows, blocks = np.nonzero(largest >= bound[:, None])
+    columns = blocks[:, None] * BLOCK + np.arange(BLOCK)
+    np.minimum(columns, vocab_size - 1, out=columns)
+    found = logits[rows[:, None], columns]
+    is_candidate = found >= bound[rows][:, None]
+    if vocab_size % BLOCK:  # the short block repeated the last id
+        is_candidate[blocks == vocab_size // BLOCK, vocab_size % BLOCK :] = False
+    block_index, offset = np.nonzero(is_candidate)
+    row = rows[block_index]
+    counts = np.bincount(row, minlength=num_rows)
+    place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    values = np.full((num_rows, max(1, counts.max())), -np.inf, np.float32)
+    ids = np.zeros(values.shape, np.int64)
+    values[row, place] = found[block_index, offset]
+    ids[row, place] = columns[block_index, offset]
+    return values, ids, counts
+
+
+def _kth_largest(largest: np.ndarray, k: int) -> np.ndarray:
+    """The k-th largest block maximum of each row: at least ``k`` logits reach it. -inf: too few blocks."""
+    num_rows, num_blocks = largest.shape
+    if k > num_blocks:
+        return np.full(num_rows, -np.inf, np.float32)
+    return np.partition(largest, num_blocks - k, axis=-1)[:, num_blocks - k]
+
+
+def top(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference: the ``k`` largest of each row with their ids."""
+    if k == 0:
+        return values[:, :0], torch.zeros((values.shape[0], 0), dtype=torch.int64)
+    largest = _block_max(values, BLOCK).numpy()
+    bound = _kth_largest(largest, k)
+    if not np.isfinite(bound).all():
+        return reference.top(values, k)
+    found, ids, _ = _candidates(values.numpy(), largest, bound)
+    order = np.argsort(-found, axis=-1, kind="stable")[:, :k]
+    found, ids = np.take_along_axis(found, order, -1), np.take_along_axis(ids, order, -1)
+    return torch.from_numpy(found), torch.from_numpy(ids)
+
+
+def choose(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> torch.Tensor:
+    """As the reference; rows whose every id may be sampled are told from those that are filtered."""
+    is_filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    parameters = (best, temperature, top_k, top_p, min_p, uniforms)
+    if not is_filtered.any():
+        return _choose_from_all(logits, best, temperature, uniforms)
+    if is_filtered.all():
+        return _choose_filtered(logits, *parameters)
+    ids = torch.empty(len(best), dtype=torch.int64)
+    rows = is_filtered.logical_not().nonzero().squeeze(-1)
+    ids[rows] = _choose_from_all(logits[rows], best[rows], temperature[rows], uniforms[rows])
+    rows = is_filtered.nonzero().squeeze(-1)
+    ids[rows] = _choose_filtered(logits[rows], *(p[rows] for p in parameters))
+    return ids
+
+
+def _block_weights(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Weights in blocks of ids, [n, ceil(vocab / 512), 512] float32, zero past the vocabulary."""
+    num_rows, vocab_size = logits.shape
+    num_blocks = -(-vocab_size // WIDE_BLOCK)
+    weights = torch.empty((num_rows, num_blocks * WIDE_BLOCK))
+    weights[:, vocab_size:] = 0
+    inside = weights[:, :vocab_size]
+    torch.sub(logits, best.unsqueeze(-1), out=inside)
+    inside.div_(temperature.unsqueeze(-1)).exp_()
+    return weights.view(num_rows, num_blocks, WIDE_BLOCK)
+
+
+def _choose_from_all(
+    logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor
+) -> torch.Tensor:
+    """No filter: find the block in which the sum of weights passes the target, then the id in it."""
+    weights = _block_weights(logits, best, temperature)
+    cumulative = np.cumsum(weights.sum(dim=-1).numpy(), axis=-1, dtype=np.float64)
+    target = cumulative[:, -1] * uniforms.numpy().astype(np.float64)
+    block = (cumulative <= target[:, None]).sum(axis=-1)
+    row = np.arange(len(block))
+    target -= np.where(block > 0, cumulative[row, block - 1], 0.0)
+    inside = weights.numpy()[row, block]  # [n, WIDE_BLOCK]
+    offset = (np.cumsum(inside, axis=-1, dtype=np.float64) <= target[:, None]).sum(axis=-1)
+    # The two sums round differently: never step past the last id that has any weight.
+    last = WIDE_BLOCK - 1 - np.argmax(inside[:, ::-1] > 0, axis=-1)
+    return torch.from_numpy(block * WIDE_BLOCK + np.minimum(offset, last))
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows to be sampled, as NumPy arrays with one entry (or line) a row."""
+
+    logits: np.ndarray  # [n, vocab] float32
+    largest: np.ndarray  # [n, blocks]
+    best: np.ndarray
+    temperature: np.ndarray
+    limit: np.ndarray  # top-k; the vocabulary's size where it is off
+    top_p: np.ndarray
+    min_p: np.ndarray
+    uniforms: np.ndarray
+    total: np.ndarray  # float64 weight of the whole vocabulary, where only top-p is on; else 0
+    floor: np.ndarray  # no logit below it can be sampled
+
+    def _fields(self) -> list[np.ndarray]:
+        return [getattr(self, name) for name in self.__slots__]
+
+    def take(self, rows: np.ndarray) -> "_Rows":
+        return self if len(rows) == len(self.best) else _Rows(*(a[rows] for a in self._fields()))
+
+
+def _choose_filtered(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> torch.Tensor:
+    vocab_size = logits.shape[-1]
+    limit = np.where(top_k.numpy() < 1, vocab_size, top_k.numpy())
+    is_limited, is_nucleus = limit < vocab_size, top_p.numpy() < 1
+    total = np.zeros(len(limit))
+    rows = np.flatnonzero(is_nucleus & ~is_limited)
+    if len(rows):
+        parts = (logits, best, temperature)
+        if len(rows) < len(limit):
+            parts = tuple(part[torch.from_numpy(rows)] for part in parts)
+        total[rows] = _block_weights(*parts).sum(dim=-1).numpy().sum(axis=-1, dtype=np.float64)
+    largest = _block_max(logits, BLOCK).numpy()
+    with np.errstate(divide="ignore"):
+        lowest = np.maximum(LOG_ZERO, np.log(min_p.numpy()) - 1e-3)  # the margin is for rounding
+    floor = (best.numpy() + temperature.numpy() * lowest).astype(np.float32)
+    every = _Rows(
+        logits.numpy(), largest, best.numpy(), temperature.numpy(), limit, top_p.numpy(), min_p.numpy(),
+        uniforms.numpy(), total, floor,
+    )  # fmt: skip
+
+    num_wanted = int(limit[is_limited].max(initial=0))
+    if len(rows):
+        num_wanted = max(num_wanted, MIN_CANDIDATES)
+    bound = floor
+    if num_wanted:
+        bound = np.where(is_limited | is_nucleus, np.maximum(floor, _kth_largest(largest, num_wanted)), floor)
+    ids, is_short = _choose_above(every, bound)
+    if is_short.any():
+        # Ids that are rarer than this hold less than 1 - top_p together: top-p never reaches them.
+        rows = np.flatnonzero(is_short)
+        some = every.take(rows)
+        rarest = 0.5 * (1 - some.top_p.astype(np.float64)) * some.total / vocab_size
+        bound = some.best + some.temperature * np.log(rarest)
+        ids[rows], _ = _choose_above(some, np.maximum(some.floor, bound).astype(np.float32))
+    return torch.from_numpy(ids)
+
+
+def _choose_above(rows: _Rows, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sample among the logits at or above ``bound`` [n].
+
+    Returns ids [n], and where they may be wrong because ids below the bound could be sampled as well.
+    """
+    is_wide = np.count_nonzero(rows.largest >= bound[:, None], axis=-1) > MAX_SHARE * rows.largest.shape[-1]
+    if not is_wide.any():
+        return _choose_candidates(rows, bound)
+    ids = np.empty(len(bound), np.int64)
+    is_short = np.zeros(len(bound), bool)
+    for row in np.flatnonzero(is_wide):
+        ids[row] = _choose_in_row(rows, row)
+    narrow = np.flatnonzero(~is_wide)
+    if len(narrow):
+        ids[narrow], is_short[narrow] = _choose_candidates(rows.take(narrow), bound[narrow])
+    return ids, is_short
+
+
+def _weights(values: np.ndarray, best: np.ndarray, temperature: np.ndarray) -> np.ndarray:
+    """The reference's weights of an array, bit for bit."""
+    tensors = (torch.from_numpy(a) for a in (values, best, temperature))
+    return reference.weights_of(*tensors).numpy()
+
+
+def _choose_candidates(rows: _Rows, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    values, ids, counts = _candidates(rows.logits, rows.largest, bound)
+    ordered = np.sort(values, axis=-1)[:, ::-1].copy()
+    ranked = _weights(ordered, rows.best, rows.temperature)
+    is_kept = np.arange(values.shape[-1]) < np.minimum(rows.limit, counts)[:, None]
+    mass = np.cumsum(ranked * is_kept, axis=-1, dtype=np.float64)
+    total = np.where(rows.total > 0, rows.total, mass[:, -1])
+    share = (rows.top_p.astype(np.float64) - TOP_P_SLACK) * total
+    is_kept &= (mass - ranked < share[:, None]) | (rows.top_p >= 1)[:, None]
+    is_kept &= ranked >= rows.min_p[:, None]
+    is_kept[:, 0] = True
+    num_kept = is_kept.sum(axis=-1)
+
+    smallest = np.take_along_axis(ordered, num_kept[:, None] - 1, -1)
+    is_kept = values > smallest
+    is_tie = values == smallest
+    num_ties = num_kept - is_kept.sum(axis=-1)
+    is_kept |= is_tie & (np.cumsum(is_tie, axis=-1) <= num_ties[:, None])
+    cumulative = np.cumsum(_weights(values, rows.best, rows.temperature) * is_kept, axis=-1, dtype=np.float64)
+    target = cumulative[:, -1] * rows.uniforms.astype(np.float64)
+    column = (cumulative <= target[:, None]).sum(axis=-1)
+    column = np.minimum(column, values.shape[-1] - 1)  # a row that is not finite finds no column
+    is_short = (bound > rows.floor) & (num_kept >= counts) & (num_kept < rows.limit)
+    return np.take_along_axis(ids, column[:, None], -1)[:, 0], is_short
+
+
+def _choose_in_row(rows: _Rows, row: int) -> int:
+    """One row on the whole vocabulary."""
+    values, best, temperature = rows.logits[row], rows.best[row : row + 1], rows.temperature[row : row + 1]
+    ordered = np.sort(values)[::-1].copy()
+    ranked = _weights(ordered[None, : rows.limit[row]], best, temperature)[0]
+    num_kept = len(ranked)
+    if rows.top_p[row] < 1:
+        mass = np.cumsum(ranked, dtype=np.float64)
+        share = (np.float64(rows.top_p[row]) - TOP_P_SLACK) * mass[-1]
+        num_kept = min(num_kept, 1 + int(np.searchsorted(mass, share)))
+    num_kept = min(num_kept, len(ranked) - int(np.searchsorted(ranked[::-1], rows.min_p[row])))
+    smallest = ordered[max(1, num_kept) - 1]
+
+    is_kept = values >= smallest
+    num_surplus = np.count_nonzero(is_kept) - num_kept
+    if num_surplus > 0:
+        is_kept[np.flatnonzero(values == smallest)[-num_surplus:]] = False
+    weights = _weights(values[None], best, temperature)[0] * is_kept
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    column = int(np.searchsorted(cumulative, cumulative[-1] * np.float64(rows.uniforms[row]), side="right"))
+    return min(column, len(values) - 1)

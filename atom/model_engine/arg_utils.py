@@ -5,7 +5,7 @@ A field that carries over to ``Config`` unchanged takes its default, type and he
 
 import argparse
 import dataclasses
-import logging
+import functools
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
@@ -15,11 +15,12 @@ from atom.config import Config, CUDAGraphMode, check_supported
 from atom.config_fields import type_hints
 from atom.errors import ConfigError
 from atom.utils.cli_parser import float_list, int_list, json_object
+from atom.utils.logging import init_logger
 
 if TYPE_CHECKING:
     from atom.model_engine.llm_engine import LLMEngine
 
-logger = logging.getLogger("atom.args")
+logger = init_logger(__name__)
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 # What --level and --cudagraph-mode mean when they are not given, as soon as they are available.
@@ -202,7 +203,7 @@ class EngineArgs:
         """What was asked for; what was not, at its preferred value where this version has it."""
         level, mode = self.level, self.cudagraph_mode
         if level is None and mode is None and not (HAS_COMPILATION or HAS_DEVICE_GRAPHS):
-            logger.info("neither compilation nor device graphs in this version: the model runs eagerly")
+            _say_eager()
         if level is None:
             level = PREFERRED_LEVEL if HAS_COMPILATION and not self.enforce_eager else 0
         if mode is None:
@@ -240,7 +241,12 @@ class EngineArgs:
         check_supported(config)
         from atom.model_engine.llm_engine import LLMEngine
 
-        return LLMEngine(config=config, **({"tokenizer": tokenizer} if tokenizer is not None else {}))
+        return LLMEngine(config=config, tokenizer=tokenizer)
+
+
+@functools.cache
+def _say_eager() -> None:
+    logger.info("neither compilation nor device graphs in this version: the model runs eagerly")
 
 
 def _add_argument_options(field: dataclasses.Field) -> dict[str, Any]:
@@ -252,12 +258,12 @@ def _add_argument_options(field: dataclasses.Field) -> dict[str, Any]:
     if hint is bool:
         action = argparse.BooleanOptionalAction if field.default else "store_true"
         return {**options, "action": action}
-    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
-    if typing.get_origin(hint) is Literal or typing.get_origin(kinds[0]) is Literal:
-        literal = hint if typing.get_origin(hint) is Literal else kinds[0]
-        return {**options, "choices": typing.get_args(literal)}
-    if kinds[0] in (int, float, str):
-        return {**options, "type": kinds[0]}
+    members = (hint,) if typing.get_origin(hint) is Literal else typing.get_args(hint) or (hint,)
+    kind = next(member for member in members if member is not type(None))
+    if typing.get_origin(kind) is Literal:
+        return {**options, "choices": typing.get_args(kind)}
+    if kind in (int, float, str):
+        return {**options, "type": kind}
     return {**options, "type": json_object}
 
 

@@ -233,7 +233,8 @@ def _names_read() -> set[str]:
                 names.add(node.attr)
             elif isinstance(node, ast.Constant) and node.value in envs.VARIABLES:
                 names.add(node.value)
-    return {name for name in names if name.isupper()}
+    read = {name for name in names if name.isupper()}
+    return read | {envs.VARIABLES[name].default_from for name in read if name in envs.VARIABLES} - {""}
 
 
 def test_the_page_is_in_sync():

@@ -1,0 +1,62 @@
+"""Measuring in a fresh process: how the child prints its result and the parent reads it."""
+
+import os
+import subprocess
+import sys
+from typing import TypeVar
+
+import msgspec
+
+_MARK = "RESULT "
+_TIMEOUT_S = 600.0
+_SHOWN = 2000  # characters of a failed child's output that an error shows
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ChildError(RuntimeError):
+    """A child failed or printed no result; the message ends with the end of its output."""
+
+
+def print_result(result: msgspec.Struct) -> None:
+    """In the child: hand ``result`` to the parent."""
+    print(_MARK + msgspec.json.encode(result).decode(), flush=True)
+
+
+def parse_result(output: str, type_: type[T]) -> T | None:
+    """The last result in a child's output, or None. A result of another shape raises ChildError."""
+    lines = [line for line in output.splitlines() if line.startswith(_MARK)]
+    if not lines:
+        return None
+    try:
+        return msgspec.json.decode(lines[-1].removeprefix(_MARK), type=type_)
+    except msgspec.DecodeError as error:
+        raise ChildError(f"not a {type_.__name__} ({error}): {lines[-1]}") from error
+
+
+def run_child(module: str, args: list[str], type_: type[T], num_threads: int) -> T:
+    """Run ``python -m module`` with ``num_threads`` compute threads and wait for its result."""
+    env = os.environ | {
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, "-m", module, *args]
+    try:
+        child = subprocess.run(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ChildError(f"{' '.join(command)}: no result after {_TIMEOUT_S:.0f} s") from error
+    result = parse_result(child.stdout, type_)
+    if result is None or child.returncode != 0:
+        raise ChildError(f"{' '.join(command)}: exit code {child.returncode}\n{child.stdout[-_SHOWN:]}")
+    return result

@@ -31,6 +31,7 @@ def server(shared_server: LiveServer) -> LiveServer:
     for name in names:
         setattr(engine, name, getattr(fresh, name))
     engine.requests.clear()
+    engine.priorities.clear()
     engine.aborted.clear()
     return shared_server
 

@@ -99,8 +99,9 @@ def test_sampling_fields_reach_the_engine(http, engine):
         "stop_token_ids": [5], "bad_words": ["no"], "ignore_eos": True, "presence_penalty": 1, "max_tokens": 9,
         "frequency_penalty": -1, "repetition_penalty": 1.2, "logit_bias": {"5": -100}, "n": 2, "prompt_logprobs": 1,
     }  # fmt: skip
-    http.post(COMPLETIONS, json={"prompt": "x", "logprobs": 2, **body})
+    http.post(COMPLETIONS, json={"prompt": "x", "logprobs": 2, "priority": -7, **body})
     params = engine.requests[0][1]
+    assert engine.priorities == [-7]
     body["stop_strings"], body["logit_bias"] = body.pop("stop"), {5: -100.0}
     for name, value in {**body, "logprobs": 2}.items():
         assert getattr(params, name) == value, name
@@ -142,6 +143,8 @@ def test_sampling_fields_reach_the_engine(http, engine):
         ("cache_salt", "", "cache_salt"),
         ("cache_salt", "a\nb", "cache_salt"),
         ("cache_salt", "s" * 257, "cache_salt"),
+        ("priority", 1001, "priority"),
+        ("priority", -(10**20), "priority"),
         ("user", "u" * 513, "user"),
         ("metadata", {str(i): "" for i in range(17)}, "metadata"),
         ("prompt_logprobs", 21, "prompt_logprobs"),
@@ -212,7 +215,7 @@ def test_bad_chat_request(http, engine, body, param):
 WANTED = {
     "best_of": 3, "suffix": "end", "echo": True, "tools": [{"type": "function"}], "tool_choice": "required",
     "response_format": {"type": "json_object"}, "modalities": ["text", "audio"], "parallel_tool_calls": False,
-    "service_tier": "flex", "verbosity": "low", "function_call": {"name": "f"}, "priority": 1,
+    "service_tier": "flex", "verbosity": "low", "function_call": {"name": "f"},
 }  # fmt: skip
 
 

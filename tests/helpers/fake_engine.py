@@ -87,6 +87,7 @@ class FakeEngine:
     vocab_size: int = VOCAB_SIZE
     aborted: list[str] = field(default_factory=list)
     requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    priorities: list[int] = field(default_factory=list)
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class FakeEngine:
         if any(not 0 <= i < VOCAB_SIZE for i in prompt):
             raise RequestError("the server let a bad id through")
         self.requests.append((prompt, params))
+        self.priorities.append(priority)
         stream = RequestStream(params.n, lambda: self.abort(request_id), asyncio.get_running_loop())
         self._streams[request_id] = stream
         answers = (self._answer(request_id, index, prompt, params, stream) for index in range(params.n))
@@ -201,10 +203,10 @@ class FakeEngine:
 
     def stats(self) -> dict[str, float]:
         return {
-            "requests_running": len(self.running),
-            "requests_waiting": 0,
-            "kv_cache_blocks_total": 16,
-            "kv_cache_blocks_used": len(self.running),
+            "running": len(self.running),
+            "waiting": 0,
+            "kv_blocks_total": 16,
+            "kv_blocks_used": 4,
             "preemptions": 3,
         }
 

@@ -154,7 +154,7 @@ class ChatEndpoint(GenerationEndpoint):
         writer = ChatWriter(
             params.n, context.served_model_name, context.engine.tokenizer, logprobs, tells_usage
         )
-        return Job([prompt], params, writer, writer.id, bool(request.stream))
+        return Job([prompt], params, writer, writer.id, bool(request.stream), request.priority or 0)
 
     async def _encode(self, request: ChatCompletionRequest) -> list[int]:
         template = self.context.chat_template

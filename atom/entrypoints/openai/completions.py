@@ -101,4 +101,4 @@ class CompletionsEndpoint(GenerationEndpoint):
         num_answers = len(prompts) * params.n
         model, tokenizer = context.served_model_name, context.engine.tokenizer
         writer = CompletionWriter(num_answers, model, tokenizer, logprobs, tells_usage)
-        return Job(prompts, params, writer, writer.id, bool(request.stream))
+        return Job(prompts, params, writer, writer.id, bool(request.stream), request.priority or 0)

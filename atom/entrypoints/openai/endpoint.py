@@ -13,6 +13,7 @@ from atom.entrypoints.openai.context import ServerContext
 from atom.entrypoints.openai.errors import ClientDisconnectedError
 from atom.entrypoints.openai.generation import Generation
 from atom.entrypoints.openai.http import Reply, logger, read_json_body
+from atom.errors import QueueFullError
 from atom.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Job:
     writer: AnswerWriter
     request_id: str
     is_streamed: bool
+    priority: int = 0
 
 
 class GenerationEndpoint(ABC):
@@ -53,6 +55,8 @@ class GenerationEndpoint(ABC):
         except ClientDisconnectedError:
             logger.debug("%s: the client left", reply.request_id)
         except Exception as error:
+            if isinstance(error, QueueFullError):
+                self.context.metrics.count_rejected()
             await reply.fail(error)
 
     async def _answer(self, job: Job, reply: Reply, arrival: float) -> None:
@@ -63,6 +67,7 @@ class GenerationEndpoint(ABC):
             request_id=job.request_id,
             arrival=arrival,
             is_streamed=job.is_streamed,
+            priority=job.priority,
         )
         writer = job.writer
         async with aclosing(generation.outputs()) as batches:

@@ -36,11 +36,13 @@ class Generation:
         request_id: str,
         arrival: float,
         is_streamed: bool,
+        priority: int = 0,
     ):
         self._engine = context.engine
         self._prompts = prompts
         self._params = params
         self._request_id = request_id
+        self._priority = priority
         self._observer = context.metrics.observe_request(arrival, is_streamed)
         self._num_open = [params.n] * len(prompts)  # unfinished answers of each prompt
         self._num_output_tokens = [0] * (len(prompts) * params.n)
@@ -67,7 +69,8 @@ class Generation:
         try:
             for i, prompt in enumerate(self._prompts):
                 name = f"{self._request_id}-{i}"
-                streams.append(self._engine.stream(prompt, self._params, request_id=name))
+                stream = self._engine.stream(prompt, self._params, request_id=name, priority=self._priority)
+                streams.append(stream)
             if len(self._num_output_tokens) == 1:
                 async for output in streams[0]:
                     yield [self._account(output, 0)]

@@ -21,32 +21,42 @@ logger = logging.getLogger("atom.server")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "atom:"
 
-# Key of LLMEngine.stats() -> meaning. A key that the engine does not report is left out.
+# Metric -> key of LLMEngine.stats() and meaning. A metric whose key the engine does not report is left out.
 ENGINE_GAUGES = {
-    "requests_running": "Requests that have a row in the engine",
-    "requests_waiting": "Requests that wait for admission",
-    "requests_partial_prefill": "Running requests whose prompt is not computed to its end",
-    "requests_parked_kv_load": "Requests that wait for KV from elsewhere",
-    "oldest_waiting_seconds": "Age of the request that has waited longest",
-    "oldest_running_seconds": "Age of the request that has run longest",
-    "kv_cache_blocks_used": "KV cache blocks held by requests",
-    "kv_cache_blocks_free": "KV cache blocks that can be given out, reusable prefixes included",
-    "kv_cache_blocks_total": "KV cache blocks",
-    "kv_cache_blocks_indexed": "KV cache blocks that a prefix lookup can find",
-    "kv_cache_usage_ratio": "Used share of the KV cache",
-    "prefix_cache_hit_ratio": "Share of prompt tokens found in the prefix cache",
+    "requests_running": ("running", "Requests that have a row in the engine"),
+    "requests_waiting": ("waiting", "Requests that wait for admission"),
+    "requests_partial_prefill": ("partial", "Running requests whose prompt is not computed to its end"),
+    "requests_parked_kv_load": ("parked", "Requests that wait for KV from elsewhere"),
+    "kv_cache_blocks_used": ("kv_blocks_used", "KV cache blocks held by requests"),
+    "kv_cache_blocks_free": (
+        "kv_blocks_free",
+        "KV cache blocks that can be given out, reusable ones included",
+    ),
+    "kv_cache_blocks_total": ("kv_blocks_total", "KV cache blocks of all cache groups"),
+    "kv_cache_blocks_indexed": ("kv_blocks_indexed", "KV cache blocks that a prefix lookup can find"),
 }
 ENGINE_COUNTERS = {
-    "preemptions": "Requests put back to the queue because the KV cache was full",
-    "requests_rejected": "Requests refused because the queue was full",
-    "prefix_cache_requests": "Requests that looked into the prefix cache",
-    "prefix_cache_cached_tokens": "Prompt tokens found in the prefix cache",
-    "prefix_cache_full_tokens": "Prompt tokens of requests that looked into the prefix cache",
-    "prefix_cache_wanted_tokens": "Prompt tokens that could have been found at best",
-    "prefix_cache_compressed_tokens": "Prompt tokens found before the checkpoint rule cut the hit",
+    "preemptions": ("preemptions", "Requests put back to the queue because the KV cache was full"),
+    "prefix_cache_cached_tokens": ("prefix_hit_tokens", "Prompt tokens found in the prefix cache"),
+    "prefix_cache_full_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache"),
+    "engine_steps": ("engine_steps", "Steps of the engine"),
+    "cache_integrity_errors": (
+        "integrity_faults",
+        "Faults found, and repaired, in the books over cache blocks",
+    ),
+}
+# Metric -> keys of numerator and denominator, and meaning.
+ENGINE_RATIOS = {
+    "kv_cache_usage_ratio": ("kv_blocks_used", "kv_blocks_total", "Used share of the KV cache"),
+    "prefix_cache_hit_ratio": (
+        "prefix_hit_tokens",
+        "prefix_query_tokens",
+        "Share of prompt tokens found in the prefix cache since the start",
+    ),
 }
 SERVER_METRICS = {
     "requests_finished": "Answers that ended, by finish reason (abort: the client left or the server stopped)",
+    "requests_rejected": "Requests refused because the queue was full (HTTP 429)",
     "prompt_tokens": "Prompt tokens of finished requests",
     "generation_tokens": "Tokens of finished answers",
     "time_to_first_token_seconds": "Arrival of a request to its first token",
@@ -115,6 +125,7 @@ class ServerMetrics:
         self._tried_at = float("-inf")
         self._num_refresh_errors = 0
         self._finished: dict[str, int] = {}
+        self._num_rejected = 0
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._ttft = {"true": Histogram(_TTFT_BUCKETS), "false": Histogram(_TTFT_BUCKETS)}
@@ -126,6 +137,9 @@ class ServerMetrics:
     def observe_request(self, arrival: float, is_streamed: bool) -> "RequestObserver":
         """Measures one HTTP request that arrived at ``arrival`` (``time.monotonic()``)."""
         return RequestObserver(self, arrival, is_streamed)
+
+    def count_rejected(self) -> None:
+        self._num_rejected += 1
 
     def refresh(self) -> None:
         """Renew the snapshot if it is older than the interval. Never raises."""
@@ -148,9 +162,13 @@ class ServerMetrics:
         """For the registry: every metric, from memory."""
         snapshot = self._snapshot
         for table, family in ((ENGINE_GAUGES, GaugeMetricFamily), (ENGINE_COUNTERS, CounterMetricFamily)):
-            for name, meaning in table.items():
-                if name in snapshot.stats:
-                    yield family(PREFIX + name, meaning, value=float(snapshot.stats[name]))
+            for name, (key, meaning) in table.items():
+                if key in snapshot.stats:
+                    yield family(PREFIX + name, meaning, value=float(snapshot.stats[key]))
+        for name, (part, whole, meaning) in ENGINE_RATIOS.items():
+            if whole in snapshot.stats:
+                ratio = snapshot.stats.get(part, 0) / (snapshot.stats[whole] or 1)
+                yield GaugeMetricFamily(PREFIX + name, meaning, value=ratio)
         yield self._gauge("metrics_snapshot_available", float(snapshot.taken_at > 0))
         yield self._gauge("metrics_last_refresh_timestamp_seconds", snapshot.taken_at)
         yield self._counter("metrics_refresh_errors", self._num_refresh_errors)
@@ -167,6 +185,7 @@ class ServerMetrics:
         for reason, count in list(self._finished.items()):
             finished.add_metric([reason], count)
         yield finished
+        yield self._counter("requests_rejected", self._num_rejected)
         yield self._counter("prompt_tokens", self._num_prompt_tokens)
         yield self._counter("generation_tokens", self._num_generation_tokens)
         yield self._histograms("time_to_first_token_seconds", self._ttft, "streaming")

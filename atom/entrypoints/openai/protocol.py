@@ -28,7 +28,6 @@ UNSUPPORTED_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "kv_transfer_params": (),
     "data_parallel_rank": (),
-    "priority": (0,),
     "service_tier": ("auto", "default"),
 }
 UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
@@ -96,6 +95,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     logit_bias: dict[int, float] | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
 

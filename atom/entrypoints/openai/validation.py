@@ -35,6 +35,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_COMPLETION_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
 MAX_SALT_CHARS = 256
+MAX_PRIORITY = 1000
 
 _SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "bad_words", "min_tokens", "ignore_eos",
@@ -102,6 +103,8 @@ def _check_shared(request: GenerationFields) -> None:
         salt = request.cache_salt
         ok = len(salt) <= MAX_SALT_CHARS and _SALT.fullmatch(salt) is not None
         _require(ok, "cache_salt", f"1 to {MAX_SALT_CHARS} visible ASCII characters", salt[:MAX_SALT_CHARS])
+    priority = request.priority or 0
+    _require(abs(priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", priority)
     user = request.user or ""
     _require(len(user) <= MAX_LABEL_CHARS, "user", f"at most {MAX_LABEL_CHARS} characters", len(user))
     metadata = request.metadata or {}

@@ -45,8 +45,8 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gg
 class StringArray(Sequence[str]):
     """An array of strings, decoded as a whole at the first look into it."""
 
-    def __init__(self, buffer: bytes, start: int, count: int):
-        self._buffer, self._start, self._count = buffer, start, count
+    def __init__(self, buffer: bytes, start: int, end: int, count: int):
+        self._buffer, self._start, self._end, self._count = buffer, start, end, count
         self._strings: list[str] | None = None
 
     def __len__(self) -> int:
@@ -58,8 +58,11 @@ class StringArray(Sequence[str]):
     def tolist(self) -> list[str]:
         if self._strings is None:
             self._strings = list(self._decode())
-            self._buffer = b""
         return self._strings
+
+    def raw(self) -> bytes:
+        """The stored bytes, lengths and texts."""
+        return self._buffer[self._start : self._end]
 
     def _decode(self) -> Iterator[str]:
         buffer, position = self._buffer, self._start
@@ -175,7 +178,7 @@ class GGUFFile:
         if kind == _STRING:
             start = self._position
             self._skip_strings(count)
-            return StringArray(self._buffer, start, count)
+            return StringArray(self._buffer, start, self._position, count)
         if kind in _NUMPY:
             start = self._advance(count * _NUMPY[kind].itemsize)
             return np.frombuffer(self._buffer, _NUMPY[kind], count, start)

@@ -16,6 +16,7 @@ from atom.model_loader.gguf_config import gguf_config
 from atom.model_loader.gguf_file import open_gguf, split_paths
 from atom.model_loader.hf_config import HFConfig, read_json_object
 from atom.model_loader.safetensors_file import read_folder
+from atom.model_loader.tokenizer import Tokenizer
 
 DEMO_WORD = "demo"
 # What is fetched from a hub: weights and settings, never code or pickles; no copies in subfolders.
@@ -117,6 +118,10 @@ class ModelFiles:
             if isinstance(template, str):
                 return template
         return None
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, read anew."""
+        return Tokenizer.from_files(self)
 
     def weight_bytes(self, dtype: str | None = None) -> int:
         """Bytes of the weights once loaded as ``dtype`` (torch's name; None: the checkpoint's), from headers."""

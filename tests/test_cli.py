@@ -285,6 +285,16 @@ def test_the_doctor_works_without_torch(monkeypatch, capsys):
     assert [line for line in found["missing"] if line.startswith("torch: ATOM cannot run")]
 
 
+def test_the_doctor_needs_the_standard_library_alone():
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from atom import cli; sys.exit(cli.main(['doctor']))"
+    )
+    run = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1, run.stderr
+    assert "msgspec: ATOM cannot run; pip install msgspec" in run.stdout
+    assert "cores" in run.stdout
+
+
 def test_the_doctor_survives_a_broken_device(monkeypatch, capsys):
     import atom.platforms
 

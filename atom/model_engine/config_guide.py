@@ -1,5 +1,6 @@
 """Prints ``docs/configuration_guide.md`` from the dataclasses: ``python -m atom.model_engine.config_guide``."""
 
+import argparse
 import dataclasses
 import typing
 from typing import Any, Literal
@@ -7,7 +8,7 @@ from typing import Any, Literal
 from atom import config as configs
 from atom.config import ENGINE_FIELDS, LATER_FIELDS, Config, flag_of
 from atom.config_fields import describe_limits, type_hints
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import EngineArgs, add_server_args
 
 _INTRO = """\
 # Configuration guide
@@ -54,6 +55,9 @@ def markdown() -> str:
         "|---|---|---|---|",
     ]
     lines += [_flag_row(field) for field in dataclasses.fields(EngineArgs)]
+    lines += ["", "## Flags of the server", "", "| Flag | Default | Meaning |", "|---|---|---|"]
+    server = add_server_args(argparse.ArgumentParser(add_help=False))
+    lines += [f"| `{a.option_strings[0]}` | {_show(a.default)} | {a.help} |" for a in server._actions]
     lines += ["", "## Config", "", "| Field | Default | Type | Meaning |", "|---|---|---|---|"]
     lines += _field_rows(Config)
     for name in configs.__all__:

@@ -77,6 +77,7 @@ class Scheduler:
         self.manager = BlockManager(
             self.groups, config.block_size, is_caching=config.enable_prefix_caching, seed=config.hash_seed
         )
+        self._has_step_meta = any(type(g).step_meta is not CacheGroup.step_meta for g in self.groups)
         self._connector = connector if connector is not None else NullConnector()
         self._has_connector = not isinstance(self._connector, NullConnector)
         self._roster = Roster(config.max_running)
@@ -275,15 +276,17 @@ class Scheduler:
             return True
         stop = self.manager.cut_chunk(seq, start, start + size)
         is_whole_only = not self.config.enable_chunked_prefill and not seq.num_preemptions
-        if stop <= start or (is_whole_only and stop < end) or not self.manager.can_append(seq, stop):
+        if stop <= start or (is_whole_only and stop < end):
             return False
-        if seq.id in self._life.rowless:
-            self.manager.may_append(seq, stop, [[] for _ in self.groups])
+        is_new = seq.id in self._life.rowless
+        patches = [[] for _ in self.groups] if is_new else self._patches
+        covered = self.manager.may_append(seq, stop, patches)
+        if not covered:
+            return False
+        if is_new:
             self.manager.table_patches(seq, self._patches)
             self._life.rowless.discard(seq.id)
             step.new_seqs.append(seq)
-        else:
-            self.manager.may_append(seq, stop, self._patches)
         step.budget -= stop - start
         step.seqs.append(seq)
         step.starts.append(start)
@@ -292,7 +295,7 @@ class Scheduler:
         seq.num_scheduled = stop
         if stop == end:
             self._roster.partial.remove(seq)
-            self.manager.set_decode_limit(seq)
+            seq.decode_limit = min(covered, seq.max_len - 1)
         return True
 
     # -- decode ---------------------------------------------------------------------------------------
@@ -317,12 +320,17 @@ class Scheduler:
 
     def _schedule_verify(self) -> ScheduledBatch | None:
         """The same with drafts: each row takes ``1 + num_drafts`` tokens, fewer at the end of its answer."""
-        seqs, starts, counts = [], [], []
+        seqs: list[Sequence] = []
+        starts: list[int] = []
+        counts: list[int] = []
         for seq in self._roster.running:
             start = seq.num_scheduled
-            count = min(1 + seq.num_drafts, seq.max_len - 1 - start)
-            if count < 1 or (start + count > seq.decode_limit and not self._extend(seq, start + count)):
-                continue
+            count = 1 + seq.num_drafts
+            if start + count > seq.decode_limit:
+                count = min(count, seq.max_len - 1 - start)
+                stop = start + count
+                if count < 1 or (stop > seq.decode_limit and not self._extend(seq, stop)):
+                    continue
             seq.num_scheduled = start + count
             seqs.append(seq)
             starts.append(start)
@@ -333,15 +341,14 @@ class Scheduler:
         """Cover positions below ``upto`` if ``seq`` may decode at all, preempting the youngest if need be."""
         if seq.row == NO_ROW or seq.num_scheduled < seq.prefill_end or upto >= seq.max_len:
             return False
-        while not self.manager.can_append(seq, upto):
+        while not (covered := self.manager.may_append(seq, upto, self._patches)):
             victim = self._victim(seq)
             if victim is None:
                 return False
             self._life.preempt(victim)
             if victim is seq:
                 return False
-        self.manager.may_append(seq, upto, self._patches)
-        self.manager.set_decode_limit(seq)
+        seq.decode_limit = min(covered, seq.max_len - 1)
         return True
 
     def _victim(self, seq: Sequence) -> Sequence | None:
@@ -412,9 +419,8 @@ class Scheduler:
         if any(self._patches):
             batch.patches = self._patches
             self._patches = [[] for _ in self.groups]
-        metas = [group.step_meta() for group in self.groups]
-        if any(meta is not None for meta in metas):
-            batch.group_meta = metas
+        if self._has_step_meta:
+            batch.group_meta = [group.step_meta() for group in self.groups]
         return batch
 
     # -- reports --------------------------------------------------------------------------------------

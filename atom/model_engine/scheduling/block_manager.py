@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 
 from atom.core import Sequence
 from atom.model_engine.scheduling.block_pool import ChangeLog
-from atom.model_engine.scheduling.cache_group import CacheGroup, Patch
+from atom.model_engine.scheduling.cache_group import UNBOUNDED, CacheGroup, Patch
 from atom.model_engine.scheduling.prefix_cache import PrefixHit, PrefixQuery, WalkMemo
 from atom.model_engine.scheduling.prefix_hash import HashChain
 from atom.utils import envs
 
+PUBLISH_STRIDE = 64  # tokens
 OnPublish = Callable[[Sequence, CacheGroup, int, int], None]  # blocks [first, last) of the sequence
 
 
@@ -24,6 +25,9 @@ class BlockManager:
         self.block_size = block_size
         self.is_caching = is_caching
         self.seed = seed
+        # Decode publishes in strides: hashing four blocks at once costs half as much as one by one.
+        self._releasing = [g for g in groups if type(g).release is not CacheGroup.release]
+        self._stride = block_size if self._releasing else max(block_size, PUBLISH_STRIDE)
         self.changes = ChangeLog()
         for group in groups:
             group.attach(self.changes)
@@ -117,24 +121,27 @@ class BlockManager:
             return False
         for group in self.groups:
             group.release(seq)  # what only the local hit would have needed
-            group.reserve(seq, start, [])
-        return True
+        return self.may_append(seq, start, [[] for _ in self.groups]) > 0
 
     # -- growth ---------------------------------------------------------------------------------------
     def can_append(self, seq: Sequence, upto: int) -> bool:
         return all(group.can_reserve(seq, upto) for group in self.groups)
 
-    def may_append(self, seq: Sequence, upto: int, patches: list[list[Patch]]) -> None:
-        """Cover ``[0, upto)`` in every group; ``patches[g]`` gets the new columns."""
-        for group, new in zip(self.groups, patches, strict=True):
-            group.reserve(seq, upto, new)
+    def may_append(self, seq: Sequence, upto: int, patches: list[list[Patch]]) -> int:
+        """Cover ``[0, upto)`` in every group; ``patches[g]`` gets the new columns.
 
-    def set_decode_limit(self, seq: Sequence) -> None:
-        """Let decode steps run as far as the tables and the length allow."""
-        limit = seq.max_len - 1  # the last token is sampled, its KV is never needed
+        Returns the positions that every table covers then; 0 when there is no room and nothing was done.
+        """
+        if len(self.groups) == 1:
+            return self.groups[0].reserve(seq, upto, patches[0])
+        if not self.can_append(seq, upto):
+            return 0
+        limit = UNBOUNDED
         for group in self.groups:
-            limit = min(limit, group.reserved(seq))
-        seq.decode_limit = limit
+            covered = group.reserve(seq, upto, patches[group.index])
+            if covered < limit:
+                limit = covered
+        return limit
 
     def cut_chunk(self, seq: Sequence, start: int, end: int) -> int:
         for group in self.groups:
@@ -151,7 +158,7 @@ class BlockManager:
         """Per group, the blocks that ``seq`` may still take until it has ``num_tokens``."""
         counts = []
         for group in self.groups:
-            held = group.peak(group.reserved(seq)) if seq.tables else group.peak(len(seq.token_ids))
+            held = group.peak(max(seq.num_scheduled, seq.prefill_end, len(seq.token_ids)))
             counts.append(max(0, group.peak(num_tokens) - held))
         return counts
 
@@ -162,9 +169,11 @@ class BlockManager:
         filled = seq.num_computed // size
         if self.is_caching and filled > seq.num_published:
             self.publish(seq, filled)
-        for group in self.groups:
+        for group in self._releasing:
             group.release(seq)
-        seq.commit_check = min((filled + 1) * size, seq.max_len - 1)
+        check = seq.num_computed + self._stride
+        check -= check % size
+        seq.commit_check = check if check < seq.max_len else seq.max_len - 1
 
     def publish(self, seq: Sequence, num_blocks: int) -> None:
         """Let later prompts hit the first ``num_blocks`` blocks, whose KV is complete."""
@@ -173,9 +182,10 @@ class BlockManager:
         for group in self.groups:
             group.publish(seq, first, num_blocks)
         seq.num_published = num_blocks
-        for tell in self.on_publish:
-            for group in self.groups:
-                tell(seq, group, first, num_blocks)
+        if self.on_publish:
+            for tell in self.on_publish:
+                for group in self.groups:
+                    tell(seq, group, first, num_blocks)
 
     def unpublish(self, seq: Sequence, keep_tokens: int) -> None:
         """Take blocks that hold tokens past the first ``keep_tokens`` out of the prefix cache."""

@@ -54,7 +54,7 @@ class BlockPool:
         self.on_evict: list[Callable[[int, int], None]] = []
         self._refs = [0] * num_blocks
         self._hashes: list[int | None] = [None] * num_blocks
-        self._tokens: list[list[int] | None] = [None] * num_blocks
+        self._tokens: list[tuple[int, ...] | None] = [None] * num_blocks
         self._index: dict[int, int] = {}
         self._vacant = list(range(num_blocks))  # sorted, so already a heap
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest release first
@@ -75,7 +75,7 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._refs[block]
 
-    def tokens(self, block: int) -> list[int] | None:
+    def tokens(self, block: int) -> tuple[int, ...] | None:
         """The ids that ``block`` was published with; None when it has no hash."""
         return self._tokens[block]
 
@@ -85,7 +85,7 @@ class BlockPool:
         return sum(1 for block in blocks if block >= 0 and refs[block] == 0)
 
     def allocate(self) -> int:
-        """A fresh block with one reference. Raises IndexError when none is free: ask ``num_free`` before."""
+        """A fresh block with one reference; ``NO_BLOCK`` when none is free."""
         if self._vacant:
             block = heappop(self._vacant)
         elif self._cached:
@@ -94,7 +94,7 @@ class BlockPool:
             for tell in self.on_evict:
                 tell(block, evicted)
         else:
-            raise IndexError(f"all {self.num_blocks} cache blocks are in use")
+            return NO_BLOCK
         self._refs[block] = 1
         return block
 
@@ -113,7 +113,7 @@ class BlockPool:
         if refs == 0:
             self._to_free(block)
 
-    def publish(self, block: int, block_hash: int, tokens: list[int]) -> None:
+    def publish(self, block: int, block_hash: int, tokens: tuple[int, ...]) -> None:
         """Let ``block_hash`` find ``block``, whose KV is complete. The latest block of a hash wins."""
         former = self._index.get(block_hash)
         if former == block:

@@ -69,12 +69,12 @@ class CacheGroup(ABC):
         """Whether ``reserve`` would succeed."""
 
     @abstractmethod
-    def reserve(self, seq: Sequence, upto: int, patches: list[Patch]) -> None:
-        """Append blocks until ``[0, upto)`` is covered; every new column goes into ``patches``."""
+    def reserve(self, seq: Sequence, upto: int, patches: list[Patch]) -> int:
+        """Append blocks until ``[0, upto)`` is covered; every new column goes into ``patches``.
 
-    @abstractmethod
-    def reserved(self, seq: Sequence) -> int:
-        """Positions that the table covers."""
+        Returns the positions that the table covers now, at least ``upto``; 0 when there is no room and
+        nothing was done.
+        """
 
     def publish(self, seq: Sequence, first: int, last: int) -> None:  # noqa: B027 - optional
         """KV of blocks ``[first, last)`` is complete and ``seq.chain`` holds their hashes."""
@@ -147,17 +147,24 @@ class PagedGroup(CacheGroup):
         seq.tables.append(table)
 
     def can_reserve(self, seq: Sequence, upto: int) -> bool:
-        return ceil_div(upto, self.block_size) - len(seq.tables[self.index]) <= self.pool.num_free
+        missing = upto - len(seq.tables[self.index]) * self.block_size
+        return missing <= 0 or missing <= self.pool.num_free * self.block_size
 
-    def reserve(self, seq: Sequence, upto: int, patches: list[Patch]) -> None:
-        table, row, allocate = seq.tables[self.index], seq.row, self.pool.allocate
-        for column in range(len(table), ceil_div(upto, self.block_size)):
-            block = allocate()
+    def reserve(self, seq: Sequence, upto: int, patches: list[Patch]) -> int:
+        table, size, pool = seq.tables[self.index], self.block_size, self.pool
+        column = len(table)
+        covered = column * size
+        if upto - covered > size and upto - covered > pool.num_free * size:
+            return 0
+        while covered < upto:
+            block = pool.allocate()
+            if block == NO_BLOCK:
+                return 0
             table.append(block)
-            patches.append((row, column, block))
-
-    def reserved(self, seq: Sequence) -> int:
-        return len(seq.tables[self.index]) * self.block_size
+            patches.append((seq.row, column, block))
+            column += 1
+            covered += size
+        return covered
 
     def publish(self, seq: Sequence, first: int, last: int) -> None:
         table, hashes, tokens, size = seq.tables[self.index], seq.chain.hashes, seq.token_ids, self.block_size
@@ -165,7 +172,7 @@ class PagedGroup(CacheGroup):
         for column in range(first, last):
             block = table[column]
             if block >= 0:
-                publish(block, hashes[column], tokens[column * size : (column + 1) * size])
+                publish(block, hashes[column], tuple(tokens[column * size : (column + 1) * size]))
 
     def unpublish(self, seq: Sequence, first: int) -> None:
         table, pool = seq.tables[self.index] if seq.tables else [], self.pool
@@ -294,10 +301,11 @@ class SlidingGroup(PagedGroup):
     def cut_chunk(self, seq: Sequence, start: int, end: int) -> int:
         return max(start, min(end, (self._next_column(seq) + self.pool.num_free) * self.block_size))
 
-    def reserve(self, seq: Sequence, upto: int, patches: list[Patch]) -> None:
+    def reserve(self, seq: Sequence, upto: int, patches: list[Patch]) -> int:
         table = seq.tables[self.index]
-        table.extend([NO_BLOCK] * (self._next_column(seq) - len(table)))
-        super().reserve(seq, upto, patches)
+        if len(table) <= self._first_needed(seq.num_computed):
+            table.extend([NO_BLOCK] * (self._next_column(seq) - len(table)))
+        return super().reserve(seq, upto, patches)
 
     def can_reserve(self, seq: Sequence, upto: int) -> bool:
         return ceil_div(upto, self.block_size) - self._next_column(seq) <= self.pool.num_free

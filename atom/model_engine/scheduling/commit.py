@@ -82,18 +82,20 @@ class Committer:
         self.num_drafts_accepted = 0
 
     def commit(self, batch: ScheduledBatch, output: BatchOutput) -> StepResult:
-        is_plain = batch.num_prefill_seqs == 0 and batch.num_tokens == len(batch.seqs)
-        is_plain = is_plain and output.accepted is None and not output.errors
-        if is_plain and not output.logprobs and not output.prompt_logprobs:
-            return self._commit_decode(batch, output.token_ids)
-        return self._commit_any(batch, output)
+        if batch.num_prefill_seqs or output.errors or output.logprobs or output.prompt_logprobs:
+            return self._commit_any(batch, output)
+        if output.accepted is not None:
+            return self._commit_verify(batch, output.accepted)
+        if batch.num_tokens != len(batch.seqs):
+            return self._commit_any(batch, output)
+        return self._commit_decode(batch, output.token_ids)
 
     def _commit_decode(self, batch: ScheduledBatch, token_ids: list[int]) -> StepResult:
         """Every live row got exactly one id. The loop is the hot one of the host: integers only."""
-        seqs, epochs = batch.seqs, batch.epochs
+        seqs = batch.seqs
         due = []  # a stop id, a full block, or the longest length
         num_lost = 0
-        for seq, epoch, token in zip(seqs, epochs, token_ids, strict=True):
+        for seq, epoch, token in zip(seqs, batch.epochs, token_ids, strict=True):
             if seq.epoch != epoch:
                 num_lost += 1
                 continue
@@ -101,25 +103,31 @@ class Committer:
             seq.num_computed = computed = seq.num_computed + 1
             if computed >= seq.commit_check or token in seq.stop_ids:
                 due.append(seq)
-        late: list[Sequence] = []
         if num_lost:
             seqs, token_ids, late = self._without_zombies(batch, token_ids)
-        result = StepResult(seqs, token_ids, id_bytes=None if num_lost else self._pack_decode(seqs))
+            result = StepResult(seqs, token_ids)
+            for seq in late:
+                self._end_if_due(seq, result)
+        else:
+            result = StepResult(seqs, token_ids, id_bytes=self._pack_ids(seqs))
+        commit = self._manager.commit
         for seq in due:
-            reason = self._stop_reason(seq, seq.token_ids[-1], len(seq.token_ids))
-            if reason:
-                self._lifecycle.finish(seq, reason)
-                result.events.append(RequestEvent(seqs.index(seq), reason))
-            else:
-                self._manager.commit(seq)
-        for seq in late:
-            reason = self._stop_reason(seq, seq.token_ids[-1], len(seq.token_ids))
-            if reason:
-                self._lifecycle.finish(seq, reason)
-                result.events.append(RequestEvent(seqs.index(seq), reason))
+            if not self._end_if_due(seq, result):
+                commit(seq)
         return result
 
-    def _pack_decode(self, seqs: list[Sequence]) -> bytes:
+    def _end_if_due(self, seq: Sequence, result: StepResult) -> bool:
+        """End ``seq``, one of ``result.seqs``, if its last id or its length says so."""
+        tokens = seq.token_ids
+        if len(tokens) < seq.max_len and tokens[-1] not in seq.stop_ids:
+            return False
+        reason = self._stop_reason(seq, tokens[-1], len(tokens))
+        self._lifecycle.finish(seq, reason)
+        result.events.append(RequestEvent(result.seqs.index(seq), reason))
+        return True
+
+    def _pack_ids(self, seqs: list[Sequence]) -> bytes:
+        """The ids of a decode set, packed once while the set stays."""
         if self._packed[0] is not seqs:
             self._packed = (seqs, pack_ids(seqs))
         return self._packed[1]
@@ -131,24 +139,70 @@ class Committer:
         seqs, ids, late = [], [], []
         for seq, epoch, token in zip(batch.seqs, batch.epochs, token_ids, strict=True):
             if seq.epoch != epoch:
-                if seq.is_finished or not seq.num_inflight_samples:
+                if not self._takes_late(seq):
                     continue
-                seq.num_inflight_samples -= 1
                 seq.token_ids.append(token)
                 late.append(seq)
             seqs.append(seq)
             ids.append(token)
         return seqs, ids, late
 
+    @staticmethod
+    def _takes_late(seq: Sequence) -> bool:
+        """Whether ids of a row that ``seq`` has lost are still its own: it was preempted, not ended."""
+        if seq.is_finished or not seq.num_inflight_samples:
+            return False
+        seq.num_inflight_samples -= 1
+        return True
+
+    def _commit_verify(self, batch: ScheduledBatch, accepted: list[list[int]]) -> StepResult:
+        """A decode step with drafts: row i keeps ``accepted[i]``, at least one id."""
+        seqs: list[Sequence] = []
+        token_ids: list[int] = []
+        counts: list[int] = []
+        due: list[Sequence] = []
+        ends: list[tuple[int, str]] = []
+        num_kept = 0
+        rows = zip(batch.seqs, batch.epochs, accepted, batch.num_scheduled, strict=True)
+        for seq, epoch, new_ids, num_scheduled in rows:
+            count = len(new_ids)
+            if seq.epoch == epoch:
+                seq.num_computed = computed = seq.num_computed + count
+                seq.num_scheduled -= num_scheduled - count
+                num_kept += count
+                if computed >= seq.commit_check:
+                    due.append(seq)
+            elif not self._takes_late(seq):
+                continue
+            tokens = seq.token_ids
+            if len(tokens) + count >= seq.max_len or not seq.stop_ids.isdisjoint(new_ids):
+                new_ids, reason = self._append(seq, new_ids)
+                if reason:
+                    ends.append((len(seqs), reason))
+            else:
+                tokens += new_ids
+            seqs.append(seq)
+            token_ids += new_ids
+            counts.append(len(new_ids))
+        self.num_drafts_verified += batch.num_tokens - len(batch.seqs)
+        self.num_drafts_accepted += max(0, num_kept - len(seqs))
+        for index, reason in ends:
+            self._lifecycle.finish(seqs[index], reason)
+        for seq in due:
+            if not seq.is_finished:
+                self._manager.commit(seq)
+        if len(seqs) == len(batch.seqs):
+            seqs = batch.seqs
+        events = [RequestEvent(index, reason) for index, reason in ends]
+        return StepResult(seqs, token_ids, counts, events, self._pack_ids(seqs))
+
     def _commit_any(self, batch: ScheduledBatch, output: BatchOutput) -> StepResult:
         result = StepResult([], [], counts := [])
         errors = output.errors or {}
         for index, seq in enumerate(batch.seqs):
             is_live = seq.epoch == batch.epochs[index]
-            if not is_live:
-                if not batch.samples[index] or seq.is_finished or not seq.num_inflight_samples:
-                    continue
-                seq.num_inflight_samples -= 1
+            if not is_live and not (batch.samples[index] and self._takes_late(seq)):
+                continue
             new_ids = self._new_ids(batch, output, index)
             if is_live:
                 self._advance(batch, index, len(new_ids))

@@ -79,7 +79,7 @@ class PrefixQuery:
 
     def _is_equal(self, pool: BlockPool, block: int, column: int) -> bool:
         size = self.chain.block_size
-        return pool.tokens(block) == self.token_ids[column * size : (column + 1) * size]
+        return pool.tokens(block) == tuple(self.token_ids[column * size : (column + 1) * size])
 
 
 @dataclass(slots=True)

@@ -5,9 +5,12 @@ little-endian int64). The chain's seed stands where a parent of the first block 
 Used by the engine and by the front end, which hashes prompts off the scheduler's thread.
 """
 
+import struct
 import sys
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from functools import cache
 
 import xxhash
 
@@ -21,6 +24,12 @@ def _packed(typecode: str, values: Ids[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+@cache
+def _packer(block_size: int) -> Callable[..., bytes]:
+    """Packs a parent digest and the ids of one block."""
+    return struct.Struct(f"<Q{block_size}q").pack
 
 
 def mix_seed(server_seed: int, cache_salt: str | None = None) -> int:
@@ -41,12 +50,13 @@ class HashChain:
     The ids must only ever grow: what is hashed is not looked at again.
     """
 
-    __slots__ = ("block_size", "seed", "hashes")
+    __slots__ = ("block_size", "seed", "hashes", "_pack")
 
     def __init__(self, block_size: int, seed: int = 0, hashes: "array[int] | None" = None):
         self.block_size = block_size
         self.seed = seed
         self.hashes = array("Q") if hashes is None else hashes
+        self._pack = _packer(block_size)
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -59,21 +69,22 @@ class HashChain:
             num_blocks = len(token_ids) // size
         if num_blocks <= done:
             return hashes
-        data = _packed("q", token_ids[done * size : num_blocks * size])
-        parent = hashes[-1] if done else self.seed
-        step = 8 * size
-        for start in range(0, len(data), step):
-            prefix = parent.to_bytes(8, "little") if parent or start or done else b""
-            parent = _digest(prefix + data[start : start + step])
+        parent, pack = hashes[-1] if done else self.seed, self._pack
+        if not done and not parent:  # no seed: the first block has no parent at all
+            parent = _digest(_packed("q", token_ids[:size]))
+            hashes.append(parent)
+            done = 1
+        for start in range(done * size, num_blocks * size, size):
+            parent = _digest(pack(parent, *token_ids[start : start + size]))
             hashes.append(parent)
         return hashes
 
     def link(self, index: int, token_ids: list[int]) -> int:
         """The digest of block ``index``, hashed anew from the digest before it."""
-        parent = self.hashes[index - 1] if index else self.seed
-        prefix = parent.to_bytes(8, "little") if parent or index else b""
         size = self.block_size
-        return _digest(prefix + _packed("q", token_ids[index * size : (index + 1) * size]))
+        ids = token_ids[index * size : (index + 1) * size]
+        parent = self.hashes[index - 1] if index else self.seed
+        return _digest(self._pack(parent, *ids) if parent or index else _packed("q", ids))
 
 
 def ship(chain: HashChain, token_ids: Ids[int] | bytes) -> ShippedChain:

@@ -2,7 +2,7 @@
 
     python -m atom.benchmarks.demo_export --dtype bfloat16
 
-Done once per dtype, in the cache folder beside the demo model. A fresh export is checked: ATOM's own model,
+Done once per dtype, in the folder ``bench`` of the cache. A fresh export is checked: ATOM's own model,
 loaded from the folder, must hold the very bits that it holds when loaded from the GGUF file.
 """
 
@@ -20,6 +20,7 @@ import msgspec
 
 from atom.benchmarks.child import print_result, run_child
 from atom.errors import ModelLoadError
+from atom.model_loader.cache_folder import private_cache_folder
 from atom.model_loader.model_files import ModelFiles
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def export(dtype: str) -> DemoFolder:
         ModelLoadError: the folder's weights differ from the GGUF file's.
     """
     files = ModelFiles.resolve("demo")
-    folder = files.path.parent / f"hf-{dtype}"
+    folder = private_cache_folder("bench") / f"{files.path.stem}-{dtype}"
     stamp = _stamp(files.path)
     if not _is_current(folder, stamp):
         print(f"exporting {files.path.name} to {folder}", file=sys.stderr)

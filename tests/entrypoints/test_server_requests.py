@@ -237,19 +237,20 @@ def test_unknown_fields_are_ignored(http):
 
 
 def test_completion_logprobs(http, stream, engine):
-    engine.script = lambda prompt, index: [*ids_of("aéb"), EOS]
-    body = {"prompt": "x", "logprobs": 2, "max_tokens": 4}
+    engine.script = lambda prompt, index: [ASSISTANT, *ids_of("aéb"), EOS]
+    body = {"prompt": "x", "logprobs": 2, "max_tokens": 5}
     plain = http.post(COMPLETIONS, json=body).json()["choices"][0]["logprobs"]
-    assert plain["tokens"] == ["a", "�", "�", "b"] and plain["text_offset"] == [0, 1, 1, 2]
-    assert plain["token_logprobs"] == [-0.5] * 4
-    assert plain["top_logprobs"][0] == {"a": -0.5, "b": -1.5}
+    assert plain["tokens"] == ["<|assistant|>", "a", "�", "�", "b"]
+    assert plain["text_offset"] == [0, 0, 1, 1, 2]  # in "aéb": the special token is not shown
+    assert plain["token_logprobs"] == [-0.5] * 5
+    assert plain["top_logprobs"][1] == {"a": -0.5, "b": -1.5}
     joined: dict[str, list] = {name: [] for name in plain}
     for chunk in stream(COMPLETIONS, **body):
         for name, values in chunk["choices"][0]["logprobs"].items():
             joined[name] += values
     assert joined == plain  # no token is lost while half a character is held back
     only = http.post(COMPLETIONS, json={**body, "logprobs": 0}).json()["choices"][0]["logprobs"]
-    assert only["top_logprobs"] is None and len(only["token_logprobs"]) == 4
+    assert only["top_logprobs"] is None and len(only["token_logprobs"]) == 5
 
 
 def test_chat_logprobs(http, stream, engine):

@@ -40,6 +40,7 @@ class ByteTokenizer:
     """One id a byte, and five special tokens."""
 
     vocab_size = VOCAB_SIZE
+    special_ids = frozenset(SPECIAL)
     bos_id, eos_ids = BOS, [EOS, EOS_2]
     bos_token, eos_token = SPECIAL[BOS], SPECIAL[EOS]
 

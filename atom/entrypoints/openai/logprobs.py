@@ -19,6 +19,8 @@ MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
 class TokenBytes(Protocol):
     """The part of a tokenizer that is needed here."""
 
+    special_ids: frozenset[int]  # ids whose text an answer does not show
+
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
@@ -50,7 +52,8 @@ class CompletionLogprobsWriter:
             tokens.append(text)
             logprobs.append(_finite(entry.logprob))
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(entry.token_id)))
+            if entry.token_id not in self._tokenizer.special_ids:
+                self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(entry.token_id)))
             # Tokens of equal text (parts of characters) share a key: the likeliest keeps it.
             top: dict[str, float] = {}
             pairs = zip(entry.top_ids[: self._num_top], entry.top_logprobs, strict=False)

@@ -228,15 +228,35 @@ class EngineCore:
             self._emit(Metrics(self.stats()))
 
     def stats(self) -> dict[str, float]:
-        """Counters and gauges of this engine."""
-        values = dict(self.scheduler.stats())
-        values["engine_steps"] = self._num_steps
-        return values
+        """Counters and gauges of this engine by the names of ``/metrics``."""
+        values = self.scheduler.stats()
+        total, queried = values["kv_blocks_total"], values["prefix_query_tokens"]
+        return {name: values[key] for name, key in _METRICS.items()} | {
+            "kv_cache_usage_ratio": values["kv_blocks_used"] / total if total else 0.0,
+            "prefix_cache_hit_ratio": values["prefix_hit_tokens"] / queried if queried else 0.0,
+            "engine_steps": self._num_steps,
+        }
 
     def _clear_kv_cache(self) -> bool:
         self.scheduler.clear_prefix_cache()
         return True
 
+
+# Name in /metrics -> key of Scheduler.stats().
+_METRICS = {
+    "requests_running": "running",
+    "requests_waiting": "waiting",
+    "requests_partial_prefill": "partial",
+    "requests_parked_kv_load": "parked",
+    "preemptions": "preemptions",
+    "kv_cache_blocks_used": "kv_blocks_used",
+    "kv_cache_blocks_free": "kv_blocks_free",
+    "kv_cache_blocks_total": "kv_blocks_total",
+    "kv_cache_blocks_indexed": "kv_blocks_indexed",
+    "prefix_cache_cached_tokens": "prefix_hit_tokens",
+    "prefix_cache_full_tokens": "prefix_query_tokens",
+    "cache_integrity_faults": "integrity_faults",
+}
 
 _UTILITIES: dict[str, Callable[..., Any]] = {
     "set_vocab_size": lambda core, size: core.worker.set_vocab_size(size),

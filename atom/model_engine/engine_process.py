@@ -18,7 +18,7 @@ from atom.runtime.process import read_child_config, set_process_title
 from atom.runtime.startup_phases import StartupPhases
 from atom.runtime.transport import EngineSockets
 from atom.utils.gc_utils import freeze_heap
-from atom.utils.logging import init_logger
+from atom.utils.logging import init_logger, set_process_name
 
 logger = init_logger(__name__)
 
@@ -38,6 +38,7 @@ def main() -> int:
     phases = StartupPhases(since_creation=True)
     settings, parent_pid = read_child_config(EngineProcessConfig)
     set_process_title("EngineCore")
+    set_process_name("EngineCore")
     page = LivenessPage(os.path.join(settings.folder, f"liveness{settings.index}"))
     heartbeat = HeartbeatThread(page, parent_pid)
     heartbeat.start()

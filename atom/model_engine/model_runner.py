@@ -1,10 +1,12 @@
 """ModelRunner: the worker that runs a real model on one device."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from atom.config import Config
@@ -73,35 +75,35 @@ class ModelRunner(Worker):
         self._profiler: Profiler | None = None
 
     def _choose_dtype(self) -> torch.dtype:
+        """``--dtype``; auto takes the checkpoint's own, and the platform's default where it names none."""
         name = self.config.dtype
         if name == "auto":
-            return self.platform.default_dtype()
+            name = self.hf_config.get("dtype") or dtype_name(self.platform.default_dtype())
         return getattr(torch, name)
 
     # -- loading
 
     def load(self, report: ReportProgress) -> None:
-        logger.info("device %s (%s), dtype %s", self.platform.name, self.platform.reason, self.dtype)
-        self._weight_bytes = self._count_weight_bytes()
-        model_class = get_model_class(self.hf_config.architectures)
-        with torch.device("meta"), _default_dtype(self.dtype):
-            skeleton = model_class(self.hf_config, lm_head_dtype=self.config.lm_head_dtype)
-        specs = skeleton.cache_groups(self.block_size, self.dtype)
-        self._plan(specs)  # before the weights: what cannot fit is said in seconds
-        with self.device, _default_dtype(self.dtype):
-            self.model = model_class(self.hf_config, lm_head_dtype=self.config.lm_head_dtype).eval()
+        logger.info(
+            "device %s (%s), dtype %s", self.platform.name, self.platform.reason, dtype_name(self.dtype)
+        )
+        # Allocated and not touched, a model in host memory costs nothing yet: enough to plan by. What cannot
+        # fit is said here, in seconds, before a weight is read.
+        self.model = self._build_model(torch.device("cpu"))
+        self._weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        self._plan(self.model.cache_groups(self.block_size, self.dtype))
+        if self.device.type != "cpu":
+            self.model = self._build_model(self.device)
         if self.config.load_dummy is None:
-            load_weights(self.model, self.files, report=report)
+            load_weights(self.model, self.files, report=lambda _, fraction: report("load weights", fraction))
         else:
             load_dummy(self.model, self.config.load_dummy)
         report("load weights", 1.0)
 
-    def _count_weight_bytes(self) -> int:
-        if self.config.load_dummy is None:
-            return self.files.weight_bytes(dtype_name(self.dtype))
-        with torch.device("meta"), _default_dtype(self.dtype):
-            model = get_model_class(self.hf_config.architectures)(self.hf_config)
-        return sum(parameter.nbytes for parameter in model.parameters())
+    def _build_model(self, device: torch.device) -> torch.nn.Module:
+        model_class = get_model_class(self.hf_config.architectures)
+        with device, _default_dtype(self.dtype):
+            return model_class(self.hf_config, lm_head_dtype=self.config.lm_head_dtype).eval()
 
     # -- memory
 
@@ -180,10 +182,7 @@ class ModelRunner(Worker):
         for index, group in enumerate(groups):
             for name in group.layer_names:
                 shape = layers[name].cache_shape(group.num_blocks, self.block_size)
-                # zeros, not empty: a NaN left in a never written slot would survive a masked product
-                self._kv_caches[name] = tuple(
-                    torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)
-                )
+                self._kv_caches[name] = (self._new_cache(shape), self._new_cache(shape))
                 self._group_of_layer[name] = index
         max_blocks = -(-self.max_model_len // self.block_size) + 1
         self._tables = DeviceTables(
@@ -192,6 +191,16 @@ class ModelRunner(Worker):
         capacity = InputPacker.capacity(config.max_num_seqs, self._chunk_tokens, max_blocks, len(groups))
         self._packer = InputPacker(capacity)
         self.set_vocab_size(self.hf_config.vocab_size)
+
+    def _new_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Zeros, because a NaN in a slot that was never written would survive a masked product.
+
+        On the CPU they come from calloc, so that memory is only taken when a block is first used.
+        """
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(shape)
 
     def set_vocab_size(self, size: int) -> None:
         self._vocab_size = min(size, self.hf_config.vocab_size)

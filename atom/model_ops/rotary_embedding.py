@@ -65,11 +65,12 @@ def get_rope(head_dim: int, rope_parameters: Mapping[str, Any], max_position: in
         inv_freq, attention_factor = _SCALINGS[kind](rotary_dim, rope_parameters, max_position)
     except KeyError as error:
         raise ConfigError(f"rope_parameters: rope_type {kind!r} needs {error.args[0]!r}") from error
-    return RotaryEmbedding(inv_freq, attention_factor)
+    return RotaryEmbedding(inv_freq.to(torch.get_default_device()), attention_factor)
 
 
 def _exponents(dim: int) -> torch.Tensor:
-    return torch.arange(0, dim, 2, dtype=torch.float32, device=torch.get_default_device()) / dim
+    # On the CPU whatever the default device is: on the meta device a float arange imports Dynamo, a second.
+    return torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
 
 
 def _default(dim: int, rope: Mapping[str, Any], max_position: int) -> tuple[torch.Tensor, float]:

@@ -64,6 +64,6 @@ class CoreDriver:
 
     def check_idle(self) -> None:
         """Nothing runs, no block is used or lost."""
-        stats = self.core.stats()
+        stats = self.core.scheduler.stats()
         assert stats["running"] == stats["waiting"] == stats["kv_blocks_used"] == 0, stats
         assert self.core.scheduler.check_integrity() == []

@@ -51,7 +51,7 @@ def test_prompts_that_arrive_together_meet_in_one_step(loop):
     driver.add({i: [i] * 4 for i in range(1, 9)}, SamplingParams(temperature=0.0, max_tokens=2))
     driver.run()
     # One prefill step and one decode step (and, overlapped, the turn that reads the last one back).
-    assert driver.core.stats()["steps"] == 2
+    assert driver.core.scheduler.stats()["steps"] == 2
 
 
 def test_abort_frees_everything_at_once(loop):
@@ -105,7 +105,7 @@ def test_utilities_answer_and_an_unknown_one_lists_what_is_known():
     driver.core.handle(Utility(7, "get_metrics_statistics", {}))
     driver.core.handle(Utility(8, "no_such_thing", {}))
     good, bad = driver.others[-2:]
-    assert isinstance(good, UtilityResponse) and good.call_id == 7 and good.result["running"] == 0
+    assert isinstance(good, UtilityResponse) and good.call_id == 7 and good.result["requests_running"] == 0
     assert bad.call_id == 8 and "no_such_thing" in bad.error and "clear_kv_cache" in bad.error
 
 

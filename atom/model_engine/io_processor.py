@@ -1,0 +1,259 @@
+"""Between text and the engine: requests become ids and messages, messages become text deltas.
+
+``InputOutputProcessor`` holds every request in flight. Adding and aborting may happen on any thread,
+results arrive on the output thread; a lock guards the tables, never the text work.
+"""
+
+import itertools
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from atom.config import Config
+from atom.errors import ContextLengthError, RequestError
+from atom.model_engine.detokenizer import DetokenizerFactory
+from atom.model_engine.messages import Abort, AddRequests, NewRequest, ShippedChain, StepOutput
+from atom.model_engine.outputs import RequestOutput
+from atom.model_engine.request_state import AnswerState, RequestState, Sink
+from atom.model_engine.scheduling.prefix_hash import hash_prompt, mix_seed
+from atom.model_engine.stop_strings import StopChecker, special_stop_ids
+from atom.model_loader.tokenizer import Tokenizer
+from atom.sampling_params import SamplingParams
+from atom.utils import envs
+
+MAX_CACHE_SALT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenized prompt with the prefix-hash chain that rides to the engine beside it."""
+
+    token_ids: list[int]
+    hash_seed: int = 0
+    cache_salted: bool = False
+    chain: ShippedChain | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine has proven it can serve."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+class InputOutputProcessor:
+    """Tokenizes, validates and registers requests; turns step outputs into deltas for their sinks."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, eos_ids: list[int]):
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(eos_ids)
+        self.limits = Limits(0, 0)  # set once the engine is ready
+        self.requests: dict[str, RequestState] = {}
+        self._answers: dict[int, AnswerState] = {}
+        self._detokenizers = DetokenizerFactory(tokenizer)
+        self._config = config
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._ship_chain = config.enable_prefix_caching and envs.ATOM_FRONTEND_PREFIX_HASH
+
+    # -- in
+
+    def tokenize(self, prompt: str | list[int], cache_salt: str | None = None) -> Prompt:
+        """Ids and hash chain of a prompt. CPU work: call it off the event loop.
+
+        Raises RequestError for an empty prompt, an id outside the vocabulary, or a bad salt.
+        """
+        if cache_salt is not None and not (
+            0 < len(cache_salt) <= MAX_CACHE_SALT and cache_salt.isprintable()
+        ):
+            raise RequestError(
+                f"cache_salt must have 1 to {MAX_CACHE_SALT} printable characters, got {len(cache_salt)}",
+                param="cache_salt",
+            )
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise RequestError("prompt must hold at least 1 token, got 0", param="prompt")
+        self._check_ids("prompt", ids)
+        seed = mix_seed(self._config.prefix_hash_seed, cache_salt)
+        chain = None
+        if self._ship_chain and len(ids) <= self.limits.max_model_len:
+            chain = hash_prompt(ids, self._config.kv_cache_block_size, seed)
+        return Prompt(ids, seed, cache_salt is not None, chain)
+
+    def add(
+        self,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        sinks: list[Sink],
+        request_ids: list[str],
+        priority: int = 0,
+    ) -> AddRequests:
+        """Register requests and build the message that starts them; all or none.
+
+        Raises ContextLengthError, RequestError.
+        """
+        now = time.monotonic()
+        message = AddRequests([], [])
+        states = []
+        for prompt, param, sink, request_id in zip(prompts, params, sinks, request_ids, strict=True):
+            max_output = self._max_output_tokens(len(prompt), param)
+            self._check_params(param)
+            state = RequestState(request_id, param, len(prompt), self.eos_ids, sink, now)
+            states.append(state)
+            special_stops = special_stop_ids(param.stop_strings or [], self.tokenizer)
+            request = self._new_request(prompt, param, special_stops, max_output, now, priority)
+            for index in range(param.n):
+                seq_id = next(self._ids)
+                seeded = msgspec.structs.replace(
+                    request.params, seed=_sibling_seed(request.params.seed, index)
+                )
+                message.requests.append(msgspec.structs.replace(request, id=seq_id, params=seeded))
+                message.chains.append(prompt.chain)
+                stops = StopChecker(param.stop_strings) if param.stop_strings else None
+                detokenizer = self._detokenizers.create()
+                state.answers.append(AnswerState(seq_id, index, state, detokenizer, stops, special_stops))
+        with self._lock:
+            for request_id in request_ids:
+                if request_id in self.requests:
+                    raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+            for state in states:
+                self.requests[state.request_id] = state
+                for answer in state.answers:
+                    self._answers[answer.seq_id] = answer
+        return message
+
+    def _new_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        special_stops: dict[int, str],
+        max_output: int,
+        now: float,
+        priority: int,
+    ) -> NewRequest:
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        stop_ids = set(params.stop_token_ids or ()) | special_stops.keys()
+        if not params.ignore_eos:
+            stop_ids |= self.eos_ids
+        bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
+        return NewRequest(
+            id=0,
+            token_ids=np.asarray(prompt.token_ids, np.int32).tobytes(),
+            params=msgspec.structs.replace(params, seed=seed, n=1, stop_strings=None, bad_words=None),
+            stop_ids=sorted(stop_ids),
+            max_output_tokens=max_output,
+            arrival_time=now,
+            bad_word_ids=bad_words,
+            hash_seed=prompt.hash_seed,
+            cache_salted=prompt.cache_salted,
+            priority=priority,
+        )
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """A bad word as the ids of its spellings: at the start of a text and after a space."""
+        both = (self.tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word.lstrip()))
+        return [ids for ids in both if ids]
+
+    def _max_output_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        limit = self.limits.max_model_len
+        if num_prompt >= limit:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens, which leaves no room for an answer in the context of "
+                f"{limit} tokens",
+                param="prompt",
+            )
+        if params.max_tokens is None:
+            return limit - num_prompt
+        if num_prompt + params.max_tokens > limit:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens and max_tokens is {params.max_tokens}: "
+                f"{num_prompt + params.max_tokens} together, over the context of {limit} tokens",
+                param="max_tokens",
+            )
+        return params.max_tokens
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+
+    def _check_ids(self, field: str, ids) -> None:
+        size = self.limits.vocab_size
+        if ids and (min(ids) < 0 or max(ids) >= size):
+            bad = next(i for i in ids if not 0 <= i < size)
+            raise RequestError(
+                f"{field} holds token id {bad}, outside the vocabulary [0, {size})", param=field
+            )
+
+    # -- out
+
+    def process(self, step: StepOutput) -> tuple[list[tuple[Sink, RequestOutput]], Abort | None]:
+        """Deltas of one engine step, and the message that ends requests whose stop string was found."""
+        ids = np.frombuffer(step.ids, np.int64).tolist()
+        tokens = np.frombuffer(step.token_ids, np.int32).tolist()
+        counts = np.frombuffer(step.counts, np.int32).tolist() if step.counts else None
+        events = {event.index: event for event in step.events}
+        outputs: list[tuple[Sink, RequestOutput]] = []
+        abort = None
+        at = 0
+        for i, seq_id in enumerate(ids):
+            count = 1 if counts is None else counts[i]
+            new_ids = tokens[at : at + count]
+            at += count
+            answer = self._answers.get(seq_id)
+            if answer is None:
+                continue  # aborted here; the engine has yet to hear of it
+            event = events.get(i)
+            output = answer.advance(new_ids, event)
+            outputs.append((answer.request.sink, output))
+            if output.finished:
+                if event is None or not event.leave_reason:
+                    abort = abort or Abort([], [], [])
+                    abort.ids.append(seq_id)
+                    abort.keep_tokens.append(answer.request.num_prompt_tokens + answer.num_output_tokens)
+                    abort.reasons.append("stop_sequence")
+                self._close_answer(answer)
+        return outputs, abort
+
+    def _close_answer(self, answer: AnswerState) -> None:
+        request = answer.request
+        with self._lock:
+            if self._answers.pop(answer.seq_id, None) is None:
+                return
+            request.num_open -= 1
+            if request.num_open == 0:
+                self.requests.pop(request.request_id, None)
+
+    def abort(self, request_id: str) -> Abort | None:
+        """Forget a request whose client is gone; the message that frees it, None if it has ended."""
+        with self._lock:
+            request = self.requests.get(request_id)
+        if request is None:
+            return None
+        open_answers = [answer for answer in request.answers if not answer.finished]
+        kept = [request.num_prompt_tokens + answer.num_output_tokens for answer in open_answers]
+        for answer in open_answers:
+            self._close_answer(answer)
+        return Abort([answer.seq_id for answer in open_answers], kept, ["aborted"] * len(open_answers))
+
+    def fail_all(self, error: Exception) -> None:
+        """The engine is gone: every request in flight ends with ``error``."""
+        with self._lock:
+            requests = list(self.requests.values())
+            self.requests.clear()
+            self._answers.clear()
+        for request in requests:
+            request.sink.fail(error)
+
+
+def _sibling_seed(seed: int, index: int) -> int:
+    """Independent noise for each of n answers; the first keeps the request's own seed."""
+    value = (seed + index) & (2**64 - 1)
+    return value - 2**64 if value >= 2**63 else value

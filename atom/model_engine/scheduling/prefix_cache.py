@@ -34,19 +34,22 @@ class PrefixQuery:
 
     def hashes(self, num_blocks: int) -> "array[int]":
         """At least the first ``num_blocks`` hashes, computed where they are not yet known."""
-        if num_blocks > self.num_read:
-            self.num_read = num_blocks
+        self.num_read = max(self.num_read, num_blocks)
         return self.chain.extend(self.token_ids, num_blocks)
 
     def walk(self, pool: BlockPool, limit: int) -> list[int]:
         """Blocks of the longest prefix in ``pool``, at most ``limit``."""
-        if self.compare_all:
-            return self._walk_each(pool, limit)
+        found = self._walk_each(pool, limit) if self.compare_all else self._walk_fast(pool, limit)
+        self.num_read = max(self.num_read, min(len(found) + 1, limit))  # up to the first miss
+        return found
+
+    def _walk_fast(self, pool: BlockPool, limit: int) -> list[int]:
+        extend, token_ids = self.chain.extend, self.token_ids
         found: list[int] = []
         start, size = 0, 1
         while start < limit:
             stop = min(start + size, limit)
-            blocks = list(map(pool.find, self.hashes(stop)[start:stop]))
+            blocks = list(map(pool.find, extend(token_ids, stop)[start:stop]))
             if None in blocks:
                 found += blocks[: blocks.index(None)]
                 break
@@ -57,7 +60,7 @@ class PrefixQuery:
     def _walk_each(self, pool: BlockPool, limit: int) -> list[int]:
         found: list[int] = []
         for column in range(limit):
-            block = pool.find(self.hashes(column + 1)[column])
+            block = pool.find(self.chain.extend(self.token_ids, column + 1)[column])
             if block is None or not self._is_equal(pool, block, column):
                 break
             found.append(block)

@@ -9,9 +9,11 @@ Log-probabilities are the model's own, before any of it.
 ``sample`` only touches the device.
 """
 
+from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from atom.core import BatchOutput, ScheduledBatch
@@ -132,18 +134,18 @@ class Sampler:
 
     def _add_positions(self, plan: SamplingPlan, batch: ScheduledBatch) -> None:
         """What depends on how far each sequence is: the random counters and the ban on ending early."""
-        composition, starts, counts = plan.composition, batch.starts, batch.num_scheduled
-
-        def position(row: int) -> int:
-            """Of the token that is sampled: the number of tokens before it."""
-            i = row if plan.indices is None else plan.indices[row]
-            return starts[i] + counts[i]
-
+        composition, indices = plan.composition, plan.indices
+        # Of the token that is sampled: the number of tokens before it.
+        positions = [start + count for start, count in zip(batch.starts, batch.num_scheduled, strict=True)]
+        if indices is not None:
+            positions = [positions[i] for i in indices]
         if composition.random is not None:
-            plan.positions = self._tensor([position(row) for row in composition.random.rows])
+            rows = composition.random.rows
+            own = positions if len(rows) == len(positions) else [positions[row] for row in rows]
+            plan.positions = self._tensor(own)
         for row in composition.min_tokens:
             seq = self.tables.seqs[composition.rows[row]]
-            if position(row) - seq.num_prompt_tokens < seq.params.min_tokens:
+            if positions[row] - seq.num_prompt_tokens < seq.params.min_tokens:
                 plan.min_token_bans += [(row, i) for i in seq.stop_ids if i < self.num_valid_ids]
 
     def _compose(self, rows: list[int]) -> _Composition:
@@ -192,8 +194,8 @@ class Sampler:
             composition.bias = (self._tensor(row), self._tensor(ids), values)
         composition.bans = self._pairs(bans)
 
-    def _tensor(self, values) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def _tensor(self, values: Values[int]) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, np.int64)).to(self.device)  # half the time of torch.tensor
 
     def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not pairs:

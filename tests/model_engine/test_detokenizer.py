@@ -224,3 +224,28 @@ def test_pieces_that_differ_from_decode_are_not_used(caplog):
     with caplog.at_level("WARNING"):
         assert type(factory.create()) is WindowDetokenizer
     assert "pieces differ" in caplog.text
+
+
+@pytest.mark.real_model
+def test_demo_tokenizer_streams_what_it_decodes():
+    from atom.errors import ConfigError
+    from atom.model_loader.demo import assemble_demo_model
+    from atom.model_loader.model_files import ModelFiles
+
+    try:
+        tokenizer = ModelFiles.resolve(str(assemble_demo_model())).load_tokenizer()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    factory = DetokenizerFactory(tokenizer)
+    assert type(factory.create()) is ByteFallbackDetokenizer
+    text = "Dobrý večer 😀 日本語のテキスト\n\n\t  𒀀𒁀 ☃️ fi <start_of_turn> naïve" * 3
+    rng = random.Random(0)
+    special_and_bytes = range(600)
+    samples = [tokenizer.encode(text, add_special_tokens=True)]
+    for _ in range(300):
+        sources = [range(tokenizer.vocab_size + 3), special_and_bytes]
+        samples.append([rng.choice(rng.choice(sources)) for _ in range(rng.randrange(40))])
+    for ids in samples:
+        cuts = [rng.randrange(len(ids) + 1) for _ in range(5)]
+        assert "".join(stream(factory.create(), ids, cuts)) == tokenizer.decode(ids)
+    assert tokenizer.decode(samples[0]).replace("<start_of_turn>", "") == text.replace("<start_of_turn>", "")

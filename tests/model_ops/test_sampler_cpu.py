@@ -69,6 +69,8 @@ def test_argmax_and_top_equal_the_reference(kind, vocab_size, seed, bf16, cut):
     k = min(20, vocab_size)
     for got, expected in zip(sampler_cpu.top(logits, k), reference.top(logits, k), strict=True):
         assert torch.equal(got, expected)
+    ids = sampler_cpu.top(logits, k)[1][:, seed % k]
+    assert torch.equal(sampler_cpu.rank_of(logits, ids), reference.rank_of(logits, ids))
     logits = logits.bfloat16() if bf16 else logits
     for got, expected in zip(sampler_cpu.argmax(logits), reference.argmax(logits), strict=True):
         assert torch.equal(got, expected)

@@ -168,7 +168,7 @@ def llama3_scaling(divisors: np.ndarray, theta: float, rotated: int) -> dict[str
     Raises:
         ConfigError: no rule of that kind does.
     """
-    factor = float(divisors.max())
+    factor = round(float(divisors.max()), 3)
     for context in _LLAMA3_CONTEXTS:
         expected = llama3_divisors(theta, rotated, factor, context)
         if divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=1e-3):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE_VERSION = 1  # grows when the conversion changes its result
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 _SPACE = "\u2581"
 
 # How a byte-level vocabulary splits text before it merges; the patterns its models were trained with.
@@ -125,7 +125,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
     if kind == "llama":
         tokenizer = _sentencepiece(metadata, tokens)
     elif kind == "gpt2":
-        tokenizer = _byte_level(metadata, tokens)
+        tokenizer = _byte_level(metadata, tokens, types)
     else:
         raise ConfigError(
             f"tokenizer.ggml.model {kind!r} of the GGUF file is not supported; known: llama, gpt2"
@@ -198,7 +198,7 @@ def recover_merges(
     return [pairs[index] for index in np.lexsort((-right_lengths, -left_lengths, -score))]
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> "Tokenizer":
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str], types: np.ndarray) -> "Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = metadata.get("tokenizer.ggml.pre", "default")
@@ -207,7 +207,13 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> "Tokenizer":
             f"tokenizer.ggml.pre {pre!r} of the GGUF file is not supported; known: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
     split, ignore_merges, _ = PRE_TOKENIZERS[pre]
-    merges = [tuple(merge.split(" ", 1)) for merge in _required(metadata, "merges")]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    if not merges and any(
+        len(tokens[index]) > 1 for index in np.flatnonzero(types[: len(tokens)] == _NORMAL)
+    ):
+        raise ModelLoadError(
+            "the GGUF file has no tokenizer.ggml.merges, but tokens that only merges can make"
+        )
     vocab = {token: index for index, token in enumerate(tokens)}
     try:
         model = models.BPE(vocab, merges, fuse_unk=False, ignore_merges=ignore_merges)
@@ -246,7 +252,7 @@ def _add_template(tokenizer: "Tokenizer", metadata: Mapping[str, Any], tokens: l
         default_bos = PRE_TOKENIZERS[metadata.get("tokenizer.ggml.pre", "default")][2]
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     eos = metadata.get("tokenizer.ggml.eos_token_id")
-    set_template(
+    _set_template(
         tokenizer,
         bos=(
             tokens[bos]
@@ -257,7 +263,7 @@ def _add_template(tokenizer: "Tokenizer", metadata: Mapping[str, Any], tokens: l
     )
 
 
-def set_template(tokenizer: "Tokenizer", bos: str | None, eos: str | None) -> None:
+def _set_template(tokenizer: "Tokenizer", bos: str | None, eos: str | None) -> None:
     """Make the tokenizer add these tokens around a text; None adds nothing."""
     from tokenizers import processors
 

@@ -6,7 +6,7 @@ What a model offers (``atom/models``):
     Where a tensor of the Hugging Face layout goes; None: it belongs to nothing that this model (or this
     rank) has, and that is fine.
 ``gguf_tensor_name(name) -> Hugging Face name | None`` and ``convert_gguf(hf_name, tensor) -> tensor``
-    The same model as llama.cpp stores it; without them the rules of :mod:`gguf_names` hold.
+    The same model as llama.cpp names and stores it.
 ``parameter.weight_loader(parameter, tensor, shard_id)`` and ``parameter.expected_shards``
     Copies a tensor, or this rank's part of it, into the parameter; absent: a plain copy of one tensor.
 ``after_load()``
@@ -25,7 +25,6 @@ from atom.errors import ModelLoadError
 from atom.model_loader.checkpoint import DTYPE_SIZES, TensorInfo
 from atom.model_loader.dummy import load_dummy
 from atom.model_loader.gguf_dequant import QuantisedRows, check_type
-from atom.model_loader.gguf_names import hf_name, to_hf_layout
 from atom.model_loader.lazy_tensor import LazyTensor, RowSource
 from atom.model_loader.model_files import ModelFiles
 from atom.model_loader.prefetch import prefetch
@@ -87,7 +86,7 @@ def _stream(
             try:
                 tensor = _tensor(file, info, pool)
                 if files.kind == "gguf":
-                    tensor = _from_gguf_layout(model, files, item.checkpoint_name, tensor)
+                    tensor = model.convert_gguf(item.checkpoint_name, tensor)
                 _put(item, tensor)
             except (RuntimeError, ValueError, IndexError, ModelLoadError) as error:
                 problems.append(_shape_problem(item, error))
@@ -105,7 +104,7 @@ def _assign(model: nn.Module, files: ModelFiles) -> list[_Assignment]:
     assignments: list[_Assignment] = []
     unknown: list[str] = []
     for info in sorted(files.tensors.values(), key=lambda info: (info.file, info.offset)):
-        name = _hf_name(model, files, info.name) if files.kind == "gguf" else info.name
+        name = model.gguf_tensor_name(info.name) if files.kind == "gguf" else info.name
         place = model.map_checkpoint_name(name) if name is not None else None
         if place is None:
             continue
@@ -134,18 +133,6 @@ def _assign(model: nn.Module, files: ModelFiles) -> list[_Assignment]:
     if messages:
         raise ModelLoadError("; ".join(messages))
     return assignments
-
-
-def _hf_name(model: nn.Module, files: ModelFiles, name: str) -> str | None:
-    if hasattr(model, "gguf_tensor_name"):
-        return model.gguf_tensor_name(name)
-    return hf_name(name, files.hf_config.model_type)
-
-
-def _from_gguf_layout(model: nn.Module, files: ModelFiles, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if hasattr(model, "convert_gguf"):
-        return model.convert_gguf(name, tensor)
-    return to_hf_layout(name, tensor, files.hf_config)
 
 
 def _expected_shards(parameter: nn.Parameter) -> Sequence[ShardId]:

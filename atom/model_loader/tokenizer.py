@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atom.errors import ConfigError, ModelLoadError, RequestError
-from atom.model_loader.gguf_tokenizer import load_gguf_tokenizer, set_template
+from atom.model_loader.gguf_tokenizer import load_gguf_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -60,6 +60,9 @@ class Tokenizer:
     def from_files(cls, files: "ModelFiles") -> "Tokenizer":
         """The tokenizer of a model, as ``transformers`` would set it up.
 
+        What is put around a text is what ``tokenizer.json`` says; ``add_bos_token`` of the older settings
+        counts only where that file is missing.
+
         Raises:
             ModelLoadError: the folder has no tokenizer, or a damaged one.
             ConfigError: it needs transformers, which is not installed.
@@ -71,12 +74,6 @@ class Tokenizer:
         backend = _read_backend(path) if path.is_file() else _convert_with_transformers(files.path)
         named = {name: _text_of(settings.get(name)) for name in _NAMED_TOKENS}
         _add_missing_tokens(backend, settings, named)
-        if path.is_file() and (_says_what_to_add(settings) or backend.post_processor is None):
-            set_template(
-                backend,
-                bos=named["bos_token"] if settings.get("add_bos_token") else None,
-                eos=named["eos_token"] if settings.get("add_eos_token") else None,
-            )
         return cls(
             backend,
             bos_token=named["bos_token"] or _token_of(backend, files.hf_config.get("bos_token_id")),
@@ -112,10 +109,10 @@ class Tokenizer:
         # NOTE: `encode` of the library holds the GIL for its whole time; the batch functions release it.
         try:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text is not valid Unicode: a lone surrogate at character {error.start}"
-            ) from error
+        except TypeError:
+            for text in texts:
+                _check_unicode(text)
+            raise
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -214,8 +211,13 @@ def _convert_with_transformers(folder: Path) -> "Backend":
     return backend
 
 
-def _says_what_to_add(settings: dict[str, Any]) -> bool:
-    return settings.get("add_bos_token") is not None or settings.get("add_eos_token") is not None
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text is not valid Unicode: a lone surrogate at character {error.start}"
+        ) from error
 
 
 def _text_of(token: Any) -> str | None:
@@ -262,6 +264,6 @@ def _eos_ids(files: "ModelFiles") -> list[int]:
 def _vocab_size(backend: "Backend") -> int:
     """One more than the largest id."""
     size = backend.get_vocab_size(with_added_tokens=True)
-    if backend.id_to_token(size - 1) is not None and backend.id_to_token(size) is None:
+    if size and backend.id_to_token(size - 1) is not None and backend.id_to_token(size) is None:
         return size
     return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # the ids have holes

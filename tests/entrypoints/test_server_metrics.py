@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from atom.entrypoints.openai.metrics import (
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
-    ENGINE_RATIOS,
     SERVER_METRICS,
     EngineSnapshot,
     Histogram,
@@ -46,7 +45,7 @@ def test_metrics_before_and_after_requests(own_server):
     server, client = own_server
     before = scrape(client)
     assert before["atom:engine_up"] == 1 and before["atom:metrics_snapshot_available"] == 1
-    assert before["atom:kv_cache_usage_ratio"] == 0.25 and "atom:prefix_cache_hit_ratio" not in before
+    assert before["atom:kv_cache_blocks_used"] == 4 and "atom:prefix_cache_hit_ratio" not in before
     assert before["atom:kv_cache_blocks_total"] == 16 and before["atom:preemptions_total"] == 3
     assert before['atom:startup_phase_seconds{phase="load"}'] == 1.5
     assert (
@@ -92,7 +91,7 @@ def test_head_has_no_body(own_server):
 
 
 def test_engine_that_cannot_be_read_breaks_nothing(monkeypatch):
-    snapshots = [EngineSnapshot({"running": 7}, {}, True, 0.0, 1.0)]
+    snapshots = [EngineSnapshot({"requests_running": 7}, {}, True, 0.0, 1.0)]
 
     def read() -> EngineSnapshot:
         return snapshots.pop()
@@ -128,6 +127,12 @@ def test_histogram_weighs_observations():
 def test_guide_lists_exactly_the_metrics_there_are(own_server):
     guide = Path(__file__).parents[2].joinpath("docs/metrics_guide.md").read_text()
     documented = set(re.findall(r"^\| `([a-z0-9_]+)` \|", guide, re.MULTILINE))
-    assert documented == {*ENGINE_GAUGES, *ENGINE_COUNTERS, *ENGINE_RATIOS, *SERVER_METRICS}
+    assert documented == {*ENGINE_GAUGES, *ENGINE_COUNTERS, *SERVER_METRICS}
     for name in SERVER_METRICS:
         assert f"# TYPE atom:{name}" in own_server[1].get("/metrics").text, name
+
+
+def test_engine_reports_nothing_that_is_not_exported():
+    from atom.model_engine.engine_core import _METRICS
+
+    assert set(_METRICS) <= {*ENGINE_GAUGES, *ENGINE_COUNTERS}

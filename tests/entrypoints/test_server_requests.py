@@ -7,6 +7,7 @@ import pytest
 
 from atom.entrypoints.openai import validation
 from atom.entrypoints.openai.protocol import UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION, UNSUPPORTED_EVERYWHERE
+from atom.errors import AtomError
 from tests.helpers.fake_engine import ASSISTANT, BOS, EOS, USER, FakeEngine, ids_of
 from tests.helpers.live_server import LiveServer
 
@@ -117,6 +118,8 @@ def test_sampling_fields_reach_the_engine(http, engine):
         ("temperature", "hot", "temperature"),
         ("top_p", 0, "top_p"),
         ("top_k", 0, "top_k"),
+        ("top_k", 2**31, "top_k"),
+        ("top_k", 10**30, "top_k"),
         ("min_p", 2, "min_p"),
         ("n", 0, "n"),
         ("n", 129, "n"),
@@ -326,7 +329,12 @@ def test_routes_that_tell(http, engine):
 
 
 def test_unknown_route_and_method(http):
-    for method, path, status in (("GET", "/nope", 404), ("GET", COMPLETIONS, 405), ("POST", "/health", 405)):
+    for method, path, status in (
+        ("GET", "/nope", 404),
+        ("GET", "/health/", 404),
+        ("GET", COMPLETIONS, 405),
+        ("POST", "/health", 405),
+    ):
         answer = http.request(method, path)
         assert answer.status_code == status and answer.json()["error"]["type"] == "invalid_request_error"
         assert path in answer.json()["error"]["message"]
@@ -421,6 +429,26 @@ def test_chat_without_a_template_says_so():
     answer = httpx.post(server.url + CHAT, json={"messages": USER_HI})
     assert answer.status_code == 400 and "--chat-template" in answer.json()["error"]["message"]
     assert httpx.post(server.url + COMPLETIONS, json={"prompt": "x"}).status_code == 200
+    server.stop()
+
+
+def test_profiler_routes_are_there_with_its_folder():
+    engine = FakeEngine()
+    called = []
+
+    async def utility(command: str) -> list[str]:
+        called.append(command)
+        if len(called) > 2:
+            raise AtomError("no profiler runs")
+        return ["trace.json.gz"]
+
+    engine.config.torch_profiler_dir, engine.utility = "/traces", utility
+    server = LiveServer(engine)
+    assert httpx.post(server.url + "/start_profile").json()["status"] == "success"
+    assert httpx.post(server.url + "/stop_profile").json()["traces"] == ["trace.json.gz"]
+    failed = httpx.post(server.url + "/stop_profile")
+    assert failed.status_code == 500 and failed.json()["error"]["message"] == "no profiler runs"
+    assert called == ["start_profile", "stop_profile", "stop_profile"]
     server.stop()
 
 

@@ -204,10 +204,10 @@ class FakeEngine:
 
     def stats(self) -> dict[str, float]:
         return {
-            "running": len(self.running),
-            "waiting": 0,
-            "kv_blocks_total": 16,
-            "kv_blocks_used": 4,
+            "requests_running": len(self.running),
+            "requests_waiting": 0,
+            "kv_cache_blocks_total": 16,
+            "kv_cache_blocks_used": 4,
             "preemptions": 3,
         }
 

@@ -1,183 +1,80 @@
 """The routes of the server and the application made of them."""
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import Request
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-import atom
 from atom.entrypoints.openai import protocol
 from atom.entrypoints.openai.chat import ChatEndpoint
 from atom.entrypoints.openai.completions import CompletionsEndpoint
 from atom.entrypoints.openai.context import ServerContext
 from atom.entrypoints.openai.errors import describe_http_exception
 from atom.entrypoints.openai.http import Reply, RequestIdMiddleware
-from atom.entrypoints.openai.metrics import CONTENT_TYPE
+from atom.entrypoints.openai.info import InfoEndpoint, InfoHandlers, Told
 from atom.entrypoints.openai.openapi import Operation, make_document
-from atom.entrypoints.openai.validation import check_model
+
+_GET, _POST = ("GET", "HEAD"), ("POST",)
 
 
-@dataclass(frozen=True)
-class JsonEndpoint:
-    """An ASGI application that answers a bodiless request with what ``handler`` returns: value and status."""
+def make_routes(context: ServerContext) -> list[tuple[Operation, ASGIApp]]:
+    """Every route with what the OpenAPI document says of it."""
+    p, info = protocol, InfoHandlers(context)
+    completions = Operation(
+        "/v1/completions",
+        _POST,
+        "Continue a text",
+        request=p.CompletionRequest,
+        response=p.CompletionResponse,
+        event=p.CompletionResponse,
+    )
+    chat = Operation(
+        "/v1/chat/completions",
+        _POST,
+        "Answer a conversation",
+        request=p.ChatCompletionRequest,
+        response=p.ChatCompletionResponse,
+        event=p.ChatCompletionChunk,
+    )
 
-    handler: Callable[[Scope], Awaitable[tuple[Any, int]]]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(scope, send)
-        try:
-            value, status = await self.handler(scope)
-            await reply.json(value, status)
-        except Exception as error:
-            await reply.fail(error)
-
-
-class InfoEndpoints:
-    """The routes that tell about the server; none of them asks the engine process or takes a request slot."""
-
-    def __init__(self, context: ServerContext):
-        self._context = context
-        self._document: bytes | None = None
-
-    async def health(self, scope: Scope) -> tuple[Any, int]:
-        closing = self._context.inflight.closing_reason
-        if closing is not None:
-            return protocol.HealthStatus("unavailable", closing), 503
-        health = self._context.engine.health()
-        if health.ok:
-            return protocol.HealthStatus("ok"), 200
-        return protocol.HealthStatus(health.state, health.reason), 503
-
-    async def models(self, scope: Scope) -> tuple[Any, int]:
-        return protocol.ModelList([self._card()]), 200
-
-    async def model(self, scope: Scope) -> tuple[Any, int]:
-        check_model(scope["path_params"]["model_id"], self._context.served_model_name)
-        return self._card(), 200
-
-    def _card(self) -> protocol.ModelCard:
-        context = self._context
-        return protocol.ModelCard(
-            context.served_model_name, context.created, max_model_len=context.engine.max_model_len
+    def tell(path: str, summary: str, handler: Any, response: Any = None, **more: Any) -> tuple:
+        return Operation(path, more.pop("methods", _GET), summary, response=response, **more), InfoEndpoint(
+            handler
         )
 
-    async def version(self, scope: Scope) -> tuple[Any, int]:
-        return protocol.Version(atom.__version__), 200
-
-    async def server_info(self, scope: Scope) -> tuple[Any, int]:
-        config = self._context.engine.config
-        return {
-            "model_id": str(config.model),
-            "served_model_name": self._context.served_model_name,
-            "tp_size": config.tensor_parallel_size,
-            "dp_size": config.parallel_config.data_parallel_size,
-            "version": atom.__version__,
-            "max_model_len": self._context.engine.max_model_len,
-            "max_num_seqs": config.max_num_seqs,
-            "vocab_size": self._context.engine.vocab_size,
-            "has_chat_template": self._context.chat_template is not None,
-            **self._context.engine.info(),
-        }, 200
-
-    async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(scope, send)
-        try:
-            metrics = self._context.metrics
-            metrics.refresh()
-            text = await asyncio.get_running_loop().run_in_executor(None, metrics.render)
-            await reply.raw(text, CONTENT_TYPE)
-        except Exception as error:
-            await reply.fail(error)
-
-    async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(scope, send)
-        try:
-            if self._document is None:
-                operations = [operation for operation, _ in make_routes(self._context)]
-                self._document = msgspec.json.encode(make_document(operations))
-            await reply.raw(self._document, "application/json")
-        except Exception as error:
-            await reply.fail(error)
-
-
-class RawEndpoint:
-    """Makes a method an ASGI application; the router would take a bare method for a request handler."""
-
-    def __init__(self, function: Callable[[Scope, Receive, Send], Awaitable[None]]):
-        self._function = function
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._function(scope, receive, send)
-
-
-def make_routes(context: ServerContext) -> list[tuple[Operation, Any]]:
-    """Every route with what the OpenAPI document says of it."""
-    info = InfoEndpoints(context)
-    get = ("GET", "HEAD")
-    return [
-        (
-            Operation(
-                "/v1/completions",
-                ("POST",),
-                "Continue a text",
-                protocol.CompletionRequest,
-                protocol.CompletionResponse,
-                protocol.CompletionResponse,
-            ),
-            CompletionsEndpoint(context),
-        ),
-        (
-            Operation(
-                "/v1/chat/completions",
-                ("POST",),
-                "Answer a conversation",
-                protocol.ChatCompletionRequest,
-                protocol.ChatCompletionResponse,
-                protocol.ChatCompletionChunk,
-            ),
-            ChatEndpoint(context),
-        ),
-        (
-            Operation("/v1/models", get, "The model that is served", response=protocol.ModelList),
-            JsonEndpoint(info.models),
-        ),
-        (
-            Operation("/v1/models/{model_id:path}", get, "One model", response=protocol.ModelCard),
-            JsonEndpoint(info.model),
-        ),
-        (
-            Operation("/health", get, "Whether requests can be answered now", response=protocol.HealthStatus),
-            JsonEndpoint(info.health),
-        ),
-        (
-            Operation("/metrics", get, "Prometheus metrics", media_type="text/plain"),
-            RawEndpoint(info.metrics),
-        ),
-        (
-            Operation(
-                "/server_info", get, "Model, parallel layout, device and limits", response=dict[str, Any]
-            ),
-            JsonEndpoint(info.server_info),
-        ),
-        (
-            Operation("/version", get, "Version of the server", response=protocol.Version),
-            JsonEndpoint(info.version),
-        ),
-        (
-            Operation("/openapi.json", get, "This document", response=dict[str, Any]),
-            RawEndpoint(info.openapi),
-        ),
+    routes = [
+        (completions, CompletionsEndpoint(context)),
+        (chat, ChatEndpoint(context)),
+        tell("/v1/models", "The model that is served", info.models, p.ModelList),
+        tell("/v1/models/{model_id:path}", "One model", info.model, p.ModelCard),
+        tell("/health", "Whether requests can be answered now", info.health, p.HealthStatus),
+        tell("/metrics", "Prometheus metrics", info.metrics, media_type="text/plain"),
+        tell("/server_info", "Model, parallel layout, device and limits", info.server_info, dict[str, Any]),
+        tell("/version", "Version of the server", info.version, p.Version),
     ]
+    if context.engine.config.torch_profiler_dir:
+        for path, summary, handler in (
+            ("/start_profile", "Start the profiler", info.start_profile),
+            ("/stop_profile", "Stop the profiler; paths of its traces", info.stop_profile),
+        ):
+            routes.append(tell(path, summary, handler, dict[str, Any], methods=_POST))
+    document: list[bytes] = []
+
+    async def openapi(scope: Scope) -> Told:
+        if not document:
+            document.append(msgspec.json.encode(make_document([operation for operation, _ in routes])))
+        return Told(document[0])
+
+    routes.append(tell("/openapi.json", "This document", openapi, dict[str, Any]))
+    return routes
 
 
-async def _on_http_exception(request: Any, error: Exception) -> Any:
+async def _on_http_exception(request: Request, error: Exception) -> ASGIApp:
     """The router's own refusals, in the form of every other error."""
     if not isinstance(error, HTTPException):
         raise error
@@ -191,12 +88,13 @@ async def _on_http_exception(request: Any, error: Exception) -> Any:
 
 def make_app(context: ServerContext) -> Starlette:
     """The ASGI application of a server."""
-    routes = [
-        Route(operation.path, endpoint, methods=list(operation.methods))
-        for operation, endpoint in make_routes(context)
-    ]
-    return Starlette(
-        routes=routes,
+    app = Starlette(
+        routes=[
+            Route(operation.path, endpoint, methods=list(operation.methods))
+            for operation, endpoint in make_routes(context)
+        ],
         middleware=[Middleware(RequestIdMiddleware)],
         exception_handlers={HTTPException: _on_http_exception},
     )
+    app.router.redirect_slashes = False  # a redirect would be built from the client's Host header
+    return app

@@ -23,13 +23,11 @@ from atom.entrypoints.openai.protocol import (
     Usage,
 )
 from atom.entrypoints.openai.validation import (
-    chat_logprobs as requested_logprobs,
-)
-from atom.entrypoints.openai.validation import (
     check_context,
     check_messages,
     check_model,
     decode_request,
+    requested_chat_logprobs,
     sampling_params,
 )
 from atom.errors import RequestError
@@ -140,7 +138,7 @@ class ChatEndpoint(GenerationEndpoint):
         request = decode_request(body, ChatCompletionRequest)
         check_model(request.model, context.served_model_name)
         check_messages(request.messages)
-        logprobs = requested_logprobs(request)
+        logprobs = requested_chat_logprobs(request)
         max_tokens = (
             request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         )

@@ -19,8 +19,8 @@ from atom.entrypoints.openai.protocol import (
 from atom.entrypoints.openai.validation import (
     check_context,
     check_model,
-    completion_logprobs,
     decode_request,
+    requested_completion_logprobs,
     sampling_params,
     split_prompts,
 )
@@ -87,7 +87,7 @@ class CompletionsEndpoint(GenerationEndpoint):
         context = self.context
         request = decode_request(body, CompletionRequest)
         check_model(request.model, context.served_model_name)
-        logprobs = completion_logprobs(request)
+        logprobs = requested_completion_logprobs(request)
         vocab_size = context.engine.vocab_size
         params = sampling_params(
             request, max_tokens=request.max_tokens, logprobs=logprobs, vocab_size=vocab_size

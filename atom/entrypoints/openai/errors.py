@@ -60,6 +60,8 @@ def describe_error(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
         headers["retry-after"] = "1"
     elif isinstance(error, GenerationError):
         status, code = 500, "generation_failed"
+    elif isinstance(error, AtomError):
+        status = 500  # made on purpose: its words are for people
     else:
         status, message = 500, "Internal server error"
     body = ErrorBody(ErrorObject(message[:MAX_MESSAGE_CHARS], error_type(status), param, code))

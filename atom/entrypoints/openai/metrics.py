@@ -21,38 +21,25 @@ logger = logging.getLogger("atom.server")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "atom:"
 
-# Metric -> key of LLMEngine.stats() and meaning. A metric whose key the engine does not report is left out.
+# Key of LLMEngine.stats(), and its meaning. What the engine does not report is left out.
 ENGINE_GAUGES = {
-    "requests_running": ("running", "Requests that have a row in the engine"),
-    "requests_waiting": ("waiting", "Requests that wait for admission"),
-    "requests_partial_prefill": ("partial", "Running requests whose prompt is not computed to its end"),
-    "requests_parked_kv_load": ("parked", "Requests that wait for KV from elsewhere"),
-    "kv_cache_blocks_used": ("kv_blocks_used", "KV cache blocks held by requests"),
-    "kv_cache_blocks_free": (
-        "kv_blocks_free",
-        "KV cache blocks that can be given out, reusable ones included",
-    ),
-    "kv_cache_blocks_total": ("kv_blocks_total", "KV cache blocks of all cache groups"),
-    "kv_cache_blocks_indexed": ("kv_blocks_indexed", "KV cache blocks that a prefix lookup can find"),
+    "requests_running": "Requests that have a row in the engine",
+    "requests_waiting": "Requests that wait for admission",
+    "requests_partial_prefill": "Running requests whose prompt is not computed to its end",
+    "requests_parked_kv_load": "Requests that wait for KV from elsewhere",
+    "kv_cache_blocks_used": "KV cache blocks held by requests",
+    "kv_cache_blocks_free": "KV cache blocks that can be given out, reusable ones included",
+    "kv_cache_blocks_total": "KV cache blocks of all cache groups",
+    "kv_cache_blocks_indexed": "KV cache blocks that a prefix lookup can find",
+    "kv_cache_usage_ratio": "Used share of the KV cache",
+    "prefix_cache_hit_ratio": "Share of prompt tokens found in the prefix cache since the start",
 }
 ENGINE_COUNTERS = {
-    "preemptions": ("preemptions", "Requests put back to the queue because the KV cache was full"),
-    "prefix_cache_cached_tokens": ("prefix_hit_tokens", "Prompt tokens found in the prefix cache"),
-    "prefix_cache_full_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache"),
-    "engine_steps": ("engine_steps", "Steps of the engine"),
-    "cache_integrity_errors": (
-        "integrity_faults",
-        "Faults found, and repaired, in the books over cache blocks",
-    ),
-}
-# Metric -> keys of numerator and denominator, and meaning.
-ENGINE_RATIOS = {
-    "kv_cache_usage_ratio": ("kv_blocks_used", "kv_blocks_total", "Used share of the KV cache"),
-    "prefix_cache_hit_ratio": (
-        "prefix_hit_tokens",
-        "prefix_query_tokens",
-        "Share of prompt tokens found in the prefix cache since the start",
-    ),
+    "preemptions": "Requests put back to the queue because the KV cache was full",
+    "prefix_cache_cached_tokens": "Prompt tokens found in the prefix cache",
+    "prefix_cache_full_tokens": "Prompt tokens looked up in the prefix cache",
+    "engine_steps": "Steps of the engine",
+    "cache_integrity_faults": "Faults found, and repaired, in the books over cache blocks",
 }
 SERVER_METRICS = {
     "requests_finished": "Answers that ended, by finish reason (abort: the client left or the server stopped)",
@@ -162,13 +149,9 @@ class ServerMetrics:
         """For the registry: every metric, from memory."""
         snapshot = self._snapshot
         for table, family in ((ENGINE_GAUGES, GaugeMetricFamily), (ENGINE_COUNTERS, CounterMetricFamily)):
-            for name, (key, meaning) in table.items():
-                if key in snapshot.stats:
-                    yield family(PREFIX + name, meaning, value=float(snapshot.stats[key]))
-        for name, (part, whole, meaning) in ENGINE_RATIOS.items():
-            if whole in snapshot.stats:
-                ratio = snapshot.stats.get(part, 0) / (snapshot.stats[whole] or 1)
-                yield GaugeMetricFamily(PREFIX + name, meaning, value=ratio)
+            for name, meaning in table.items():
+                if name in snapshot.stats:
+                    yield family(PREFIX + name, meaning, value=float(snapshot.stats[name]))
         yield self._gauge("metrics_snapshot_available", float(snapshot.taken_at > 0))
         yield self._gauge("metrics_last_refresh_timestamp_seconds", snapshot.taken_at)
         yield self._counter("metrics_refresh_errors", self._num_refresh_errors)

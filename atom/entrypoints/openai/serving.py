@@ -79,6 +79,8 @@ class HttpServer:
         for number in (signal.SIGINT, signal.SIGTERM) if has_signals else ():
             loop.add_signal_handler(number, self.stop)
         self._context.engine.on_death(lambda: loop.call_soon_threadsafe(self._on_death))
+        if self._context.engine.health().state == "dead":
+            self._on_death()  # before anybody listened
         serving = asyncio.create_task(self._server.serve(sockets=[self._sock]))
         refreshing = asyncio.create_task(self._refresh_metrics())
         try:

@@ -36,6 +36,7 @@ MAX_COMPLETION_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
 MAX_SALT_CHARS = 256
 MAX_PRIORITY = 1000
+MAX_TOP_K = 2**31 - 1
 
 _SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "bad_words", "min_tokens", "ignore_eos",
@@ -126,7 +127,7 @@ def _check_shared(request: GenerationFields) -> None:
     _require(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} entries", count)
 
 
-def completion_logprobs(request: CompletionRequest) -> int | None:
+def requested_completion_logprobs(request: CompletionRequest) -> int | None:
     """How many alternatives a token to report; None for no log-probabilities."""
     if request.logprobs is not None:
         ok = 0 <= request.logprobs <= MAX_COMPLETION_LOGPROBS
@@ -134,7 +135,7 @@ def completion_logprobs(request: CompletionRequest) -> int | None:
     return request.logprobs
 
 
-def chat_logprobs(request: ChatCompletionRequest) -> int | None:
+def requested_chat_logprobs(request: ChatCompletionRequest) -> int | None:
     """The same for a chat request, where ``logprobs`` switches and ``top_logprobs`` counts."""
     if request.top_logprobs is not None:
         ok = 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS
@@ -149,6 +150,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Sampling rules of a request; ids in them are checked against the vocabulary."""
     fields = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    if request.top_k is not None:
+        _require(request.top_k <= MAX_TOP_K, "top_k", f"at most {MAX_TOP_K}", request.top_k)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     try:
         params = SamplingParams(max_tokens=max_tokens, stop_strings=stop or None, logprobs=logprobs, **fields)
@@ -212,9 +215,9 @@ def check_context(
     if max_tokens is None and num_prompt_tokens + (request.min_tokens or 0) > limit:
         field, max_tokens = "min_tokens", request.min_tokens
     if num_prompt_tokens >= limit:
+        wanted = "an answer" if max_tokens is None else f"the {max_tokens} of {field}"
         raise ContextLengthError(
-            f"The context holds {limit} tokens, but the prompt alone has {num_prompt_tokens}: "
-            f"no room for an answer ({field}: {max_tokens})",
+            f"The context holds {limit} tokens, but the prompt alone has {num_prompt_tokens}: no room for {wanted}",
             param=source,
         )
     if max_tokens is not None and num_prompt_tokens + max_tokens > limit:

@@ -121,9 +121,11 @@ class InputOutputProcessor:
                 detokenizer = self._detokenizers.create()
                 state.answers.append(AnswerState(seq_id, index, state, detokenizer, stops, special_stops))
         with self._lock:
+            seen: set[str] = set()
             for request_id in request_ids:
-                if request_id in self.requests:
+                if request_id in self.requests or request_id in seen:
                     raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+                seen.add(request_id)
             for state in states:
                 self.requests[state.request_id] = state
                 for answer in state.answers:

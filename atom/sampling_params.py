@@ -9,6 +9,7 @@ from atom.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP = 64
+MAX_STOP_CHARS = 4096  # of all stop strings or bad words together: each character costs memory while matching
 MAX_N = 128
 
 
@@ -74,6 +75,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check(len(value) <= MAX_STOP, field, f"at most {MAX_STOP} entries", len(value))
             if field != "stop_token_ids":
                 _check(all(value), field, "a list of non-empty strings", value)
+                size = sum(map(len, value))
+                _check(size <= MAX_STOP_CHARS, field, f"at most {MAX_STOP_CHARS} characters together", size)
         bias = self.logit_bias or {}
         _check(len(bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries", len(bias))
         for token, value in bias.items():

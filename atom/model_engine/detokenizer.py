@@ -173,7 +173,7 @@ class DetokenizerFactory:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._makers: dict[bool, Callable[[], Detokenizer]] = {}
+        self._makers: dict[bool, Callable[[], Detokenizer]] = {True: self._choose(True)}
 
     def create(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A detokenizer for one answer."""

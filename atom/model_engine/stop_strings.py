@@ -7,51 +7,55 @@ alone, so streamed and one-shot answers are cut alike, however the text is split
 
 from collections import deque
 from functools import lru_cache
-from typing import NamedTuple
 
 
-class _Node(NamedTuple):
-    """A state of the automaton: the longest end of the text that is the start of a stop string."""
+class _Automaton:
+    """The Aho-Corasick automaton of some stop strings.
 
-    depth: int  # length of that end
-    next: dict[str, int]  # states one character on
-    fallback: list[int]  # [the longest proper end of this one that is a start as well]
-    match: list[str]  # [the longest stop string that ends here], or empty
+    A state is the longest end of the text that is the start of a stop string; state 0 is the empty one.
+    Lists have an entry a state.
+    """
+
+    __slots__ = ("next", "fallback", "depth", "match")
+
+    def __init__(self, stops: tuple[str, ...]):
+        self.next: list[dict[str, int]] = [{}]  # states one character on
+        self.fallback = [0]  # the longest proper end of a state that is a state as well
+        self.depth = [0]  # its length
+        self.match: list[str | None] = [None]  # the longest stop string that ends here
+        for stop in stops:
+            state = 0
+            for char in stop:
+                state = self.next[state].get(char) or self._add(state, char)
+            self.match[state] = stop
+        queue = deque(self.next[0].values())
+        while queue:  # breadth first: a fallback is shorter than its state, so it is complete already
+            state = queue.popleft()
+            for char, child in self.next[state].items():
+                fallback = self.fallback[child] = self.step(self.fallback[state], char)
+                self.match[child] = self.match[child] or self.match[fallback]
+                queue.append(child)
+
+    def _add(self, state: int, char: str) -> int:
+        child = self.next[state][char] = len(self.next)
+        self.next.append({})
+        self.fallback.append(0)
+        self.depth.append(self.depth[state] + 1)
+        self.match.append(None)
+        return child
+
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        while True:
+            following = self.next[state].get(char)
+            if following is not None:
+                return following
+            if state == 0:
+                return 0
+            state = self.fallback[state]
 
 
-@lru_cache(maxsize=256)
-def _build_automaton(stops: tuple[str, ...]) -> list[_Node]:
-    """The Aho-Corasick automaton of ``stops``; state 0 is the empty string."""
-    nodes = [_Node(0, {}, [0], [])]
-    for stop in stops:
-        state = 0
-        for char in stop:
-            node = nodes[state]
-            if char not in node.next:
-                node.next[char] = len(nodes)
-                nodes.append(_Node(node.depth + 1, {}, [0], []))
-            state = node.next[char]
-        nodes[state].match[:] = [stop]
-    queue = deque(nodes[0].next.values())
-    while queue:  # breadth first: the fallback of a state is shorter, so it is complete already
-        node = nodes[queue.popleft()]
-        for char, child in node.next.items():
-            fallback = _step(nodes, node.fallback[0], char) if node.depth else 0
-            nodes[child].fallback[0] = fallback
-            if not nodes[child].match:
-                nodes[child].match[:] = nodes[fallback].match
-            queue.append(child)
-    return nodes
-
-
-def _step(nodes: list[_Node], state: int, char: str) -> int:
-    while True:
-        following = nodes[state].next.get(char)
-        if following is not None:
-            return following
-        if state == 0:
-            return 0
-        state = nodes[state].fallback[0]
+_build = lru_cache(maxsize=32)(_Automaton)  # clients send the same stop strings over and over
 
 
 class StopChecker:
@@ -60,10 +64,10 @@ class StopChecker:
     A character costs O(1) amortised whatever the number and the length of the stop strings.
     """
 
-    __slots__ = ("_nodes", "_state", "_held", "matched")
+    __slots__ = ("_automaton", "_state", "_held", "matched")
 
     def __init__(self, stops: list[str] | tuple[str, ...] | None):
-        self._nodes = _build_automaton(tuple(stops)) if stops else None
+        self._automaton = _build(tuple(stops)) if stops else None
         self._state = 0
         self._held = ""  # seen, not handed out: the characters of the current state
         self.matched: str | None = None
@@ -73,24 +77,23 @@ class StopChecker:
 
         After a match the text has ended: what follows, also within ``delta``, is dropped.
         """
-        nodes = self._nodes
-        if nodes is None:
+        automaton = self._automaton
+        if automaton is None:
             return delta, None
         if self.matched is not None:
             return "", self.matched
-        state = self._state
-        if state == 0 and nodes[0].next.keys().isdisjoint(delta):
+        state, match = self._state, automaton.match
+        if state == 0 and automaton.next[0].keys().isdisjoint(delta):
             return delta, None
         for position, char in enumerate(delta):
-            following = nodes[state].next.get(char)
-            state = following if following is not None else _step(nodes, state, char)
-            if state and nodes[state].match:
-                self.matched = nodes[state].match[0]
+            state = automaton.step(state, char)
+            if match[state] is not None:
+                self.matched = match[state]
                 seen = self._held + delta[: position + 1]
                 self._held, self._state = "", 0
                 return seen[: len(seen) - len(self.matched)], self.matched
         seen = self._held + delta
-        cut = len(seen) - nodes[state].depth
+        cut = len(seen) - automaton.depth[state]
         self._state, self._held = state, seen[cut:]
         return seen[:cut], None
 

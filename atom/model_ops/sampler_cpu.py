@@ -19,11 +19,11 @@ from atom.kernels.reference.sampling import TOP_P_SLACK
 
 __all__ = ["argmax", "choose", "philox_uniform", "rank_of", "top"]
 
-BLOCK = 64
 WIDE_BLOCK = 512
-MIN_CANDIDATES = 256
+SMALL_VOCAB = 1024  # ids; up to here the reference is as fast
 CHUNK_BYTES = 4 * 2**20
-MAX_SHARE = 0.25  # of the blocks: a row with more candidates is faster on the whole vocabulary
+FIRST_SHARE = 1 / 16  # of the blocks: this many candidates first
+MAX_SHARE = 1 / 4  # of the blocks: a row that needs more is faster on the whole vocabulary
 LOG_ZERO = -104.0  # exp(-104) is 0 in float32
 
 
@@ -46,6 +46,11 @@ def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor
 
 _ROUND = np.array(reference.ROUND, np.uint64)[:, None]
 _KEY_STEP = np.array(reference.KEY_STEP, np.uint64)[:, None]
+
+
+def _block_size(vocab_size: int) -> int:
+    """Ids in a block: few enough blocks to select from, small enough that few ids beside the wanted come along."""
+    return 64 if vocab_size >= 2**16 else 16
 
 
 def _block_max(values: torch.Tensor, block: int) -> torch.Tensor:
@@ -78,19 +83,20 @@ def _candidates(
 
     Args:
         logits: [n, vocab] float32.
-        largest: [n, blocks], the largest of each block of ``BLOCK`` logits.
+        largest: [n, blocks], the largest logit of each block.
         bound: [n] float32.
     Returns:
         logits [n, c] float32 padded with -inf, ids [n, c] int64 padded with 0, counts [n].
     """
     num_rows, vocab_size = logits.shape
+    block = _block_size(vocab_size)
     rows, blocks = np.nonzero(largest >= bound[:, None])
-    columns = blocks[:, None] * BLOCK + np.arange(BLOCK)
+    columns = blocks[:, None] * block + np.arange(block)
     np.minimum(columns, vocab_size - 1, out=columns)
     found = logits[rows[:, None], columns]
     is_candidate = found >= bound[rows][:, None]
-    if vocab_size % BLOCK:  # the short block repeated the last id
-        is_candidate[blocks == vocab_size // BLOCK, vocab_size % BLOCK :] = False
+    if vocab_size % block:  # the short block repeated the last id
+        is_candidate[blocks == vocab_size // block, vocab_size % block :] = False
     block_index, offset = np.nonzero(is_candidate)
     row = rows[block_index]
     counts = np.bincount(row, minlength=num_rows)
@@ -114,7 +120,7 @@ def top(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference: the ``k`` largest of each row with their ids."""
     if k == 0:
         return values[:, :0], torch.zeros((values.shape[0], 0), dtype=torch.int64)
-    largest = _block_max(values, BLOCK).numpy()
+    largest = _block_max(values, _block_size(values.shape[-1])).numpy()
     bound = _kth_largest(largest, k)
     if not np.isfinite(bound).all():
         return reference.top(values, k)
@@ -144,6 +150,8 @@ def choose(
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
     """As the reference; rows whose every id may be sampled are told from those that are filtered."""
+    if logits.shape[-1] <= SMALL_VOCAB:
+        return reference.choose(logits, best, temperature, top_k, top_p, min_p, uniforms)
     is_filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
     parameters = (best, temperature, top_k, top_p, min_p, uniforms)
     if not is_filtered.any():
@@ -226,7 +234,7 @@ class _Rows:
         return self if len(rows) == len(self.best) else _Rows(*(a[rows] for a in self._fields()))
 
 
-def _choose_filtered(
+def _prepare(
     logits: torch.Tensor,
     best: torch.Tensor,
     temperature: torch.Tensor,
@@ -234,7 +242,7 @@ def _choose_filtered(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     uniforms: torch.Tensor,
-) -> torch.Tensor:
+) -> _Rows:
     vocab_size = logits.shape[-1]
     limit = np.where(top_k.numpy() < 1, vocab_size, top_k.numpy())
     is_limited, is_nucleus = limit < vocab_size, top_p.numpy() < 1
@@ -245,28 +253,35 @@ def _choose_filtered(
         if len(rows) < len(limit):
             parts = tuple(part[torch.from_numpy(rows)] for part in parts)
         total[rows] = _total_weights(*parts)
-    largest = _block_max(logits, BLOCK).numpy()
     with np.errstate(divide="ignore"):
         lowest = np.maximum(LOG_ZERO, np.log(min_p.numpy()) - 1e-3)  # the margin is for rounding
+    # The share of top-p is one of all that top-k keeps: min-p must not narrow the candidates before.
+    lowest = np.where(is_limited & is_nucleus, LOG_ZERO, lowest)
     floor = (best.numpy() + temperature.numpy() * lowest).astype(np.float32)
-    every = _Rows(
-        logits.numpy(), largest, best.numpy(), temperature.numpy(), limit, top_p.numpy(), min_p.numpy(),
-        uniforms.numpy(), total, floor,
+    return _Rows(
+        logits.numpy(), _block_max(logits, _block_size(vocab_size)).numpy(), best.numpy(), temperature.numpy(),
+        limit, top_p.numpy(), min_p.numpy(), uniforms.numpy(), total, floor,
     )  # fmt: skip
 
-    num_wanted = int(limit[is_limited].max(initial=0))
-    if len(rows):
-        num_wanted = max(num_wanted, MIN_CANDIDATES)
-    needs_order = is_limited | is_nucleus
-    bound = floor
-    if needs_order.any():
-        bound = np.where(needs_order, np.maximum(floor, _kth_largest(largest, num_wanted)), floor)
+
+def _choose_filtered(logits: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    """Top-k, top-p or min-p is on in every row: a few candidates, then more, then the whole vocabulary."""
+    every = _prepare(logits, *parameters)
+    num_blocks = every.largest.shape[-1]
+    is_limited, is_nucleus = every.limit < logits.shape[-1], every.top_p < 1
+    num_wanted = every.limit[is_limited].max(initial=0)
+    if (is_nucleus & ~is_limited).any():
+        num_wanted = max(num_wanted, int(FIRST_SHARE * num_blocks))
+    bound = every.floor
+    if num_wanted:  # else min-p alone, whose floor says it all
+        first = np.maximum(every.floor, _kth_largest(every.largest, num_wanted))
+        bound = np.where(is_limited | is_nucleus, first, every.floor)
     ids, is_short = _choose_above(every, bound)
     if is_short.any():
         rows = np.flatnonzero(is_short)
         some = every.take(rows)
-        bound = _kth_largest(some.largest, int(MAX_SHARE * largest.shape[-1]))
-        ids[rows], is_short = _choose_above(some, np.maximum(some.floor, bound))
+        bound = np.maximum(some.floor, _kth_largest(some.largest, int(MAX_SHARE * num_blocks)))
+        ids[rows], is_short = _choose_above(some, bound)
         for row in rows[is_short]:
             ids[row] = _choose_in_row(every, row)
     return torch.from_numpy(ids)

@@ -93,9 +93,14 @@ class PenaltyStore:
 
         ``rows`` and ``slots`` [m] int64; the penalties [m] float32; ``host_slots`` is ``slots`` as a list.
         """
-        width = max(self._lengths[slot] for slot in host_slots)
-        if not width:
+        members = [i for i, slot in enumerate(host_slots) if self._lengths[slot]]
+        if not members:
             return
+        if len(members) < len(host_slots):  # a prompt without one valid id, before its answer
+            select = torch.tensor(members, device=self.device)
+            rows, slots = rows[select], slots[select]
+            presence, frequency, repetition = presence[select], frequency[select], repetition[select]
+        width = max(self._lengths[slot] for slot in host_slots)
         ids = self._held[slots, :width]  # [m, width]; a repeated id is computed, and written, alike each time
         counts = self._counts[slots.unsqueeze(-1), ids]
         row = rows.unsqueeze(-1)

@@ -1,10 +1,13 @@
 """Stop strings: the same cut for any split of the text, and nothing held back that need not be."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from atom.errors import RequestError
 from atom.model_engine.stop_strings import StopChecker, special_stop_ids, truncate
+from atom.sampling_params import MAX_STOP_CHARS, SamplingParams
 
 
 def slow_truncate(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -97,3 +100,13 @@ def test_T1_special_token_as_stop_string_becomes_a_stop_id():
     tokenizer.decoder = decoders.Fuse()
     assert special_stop_ids(["<|end|>", "a", "zzz", "<|other|>"], tokenizer) == {2: "<|end|>"}
     assert special_stop_ids(None, tokenizer) == {}
+
+
+@pytest.mark.parametrize("field", ["stop_strings", "bad_words"])
+def test_stop_strings_are_bounded_together(field):
+    half = "x" * (MAX_STOP_CHARS // 2)
+    SamplingParams(**{field: [half, half]})
+    with pytest.raises(
+        RequestError, match=f"{field} must be at most {MAX_STOP_CHARS} characters.*{MAX_STOP_CHARS + 1}"
+    ):
+        SamplingParams(**{field: [half, half, "x"]})

@@ -157,14 +157,18 @@ def test_L5_ids_outside_the_vocabulary_do_no_harm():
         0, 0, prompt=[VOCAB + 9], logit_bias={VOCAB + 3: 5.0}, bad_word_ids=((VOCAB + 1,), (1, VOCAB)),
         min_tokens=3, stop_ids=frozenset({VOCAB + 7}), frequency_penalty=1.0,
     )  # fmt: skip
-    sampler = Sampler(1, VOCAB)
-    logits = random_logits(1, 8)
-    for step in range(3):
-        output = run(sampler, logits, [seq], [seq] if step == 0 else ())
+    other = make_seq(1, 1, prompt=[6, 7], frequency_penalty=1.0)
+    sampler = Sampler(2, VOCAB)
+    sampler.tables.penalties.give_back(sampler.tables.penalties.acquire(make_seq(9, 0, prompt=[11, 12])))
+    logits = random_logits(1, 8).repeat(2, 1)
+    for step in range(2):
+        output = run(sampler, logits, [seq, other], [seq, other] if step == 0 else ())
         assert output.errors is None
-        seq.token_ids += output.token_ids
-    best = logits.argmax().item()
-    assert seq.token_ids[1] == best and run(sampler, logits, [seq]).errors is None
+        for own, token in zip((seq, other), output.token_ids, strict=True):
+            own.token_ids.append(token)
+    # Both prompts hold none of the best ids, so both answers are penalised alike.
+    assert seq.token_ids[1:] == other.token_ids[2:]
+    assert seq.token_ids[1] == logits[0].argmax().item()
 
 
 @settings(max_examples=60, deadline=None)

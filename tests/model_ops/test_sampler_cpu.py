@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from atom.kernels.reference import sampling as reference
 from atom.model_ops import sampler_cpu
 
-VOCABS = [7, 64, 1000, 1024, 20000, 20480 + 37]
+VOCABS = [7, 64, 1000, 1025, 2048, 20000, 20480 + 37, 2**16 + 3]
 
 
 def logits_like(kind: str, num_rows: int, vocab_size: int, seed: int) -> torch.Tensor:

@@ -88,6 +88,8 @@ def _stream(
                 if files.kind == "gguf":
                     tensor = model.convert_gguf(item.checkpoint_name, tensor)
                 _put(item, tensor)
+            except torch.OutOfMemoryError:  # a RuntimeError, but no misfit
+                raise
             except (RuntimeError, ValueError, IndexError, ModelLoadError) as error:
                 problems.append(_shape_problem(item, error))
             file.release(info.offset, info.num_bytes)

@@ -49,9 +49,13 @@ def init_distributed(
 def destroy_distributed() -> None:
     """Leave the group; does nothing in a process that works alone."""
     global _tp_group
-    if _tp_group is not _ALONE:
-        _tp_group = _ALONE
-        dist.destroy_process_group()
+    if _tp_group is _ALONE:
+        return
+    left, _tp_group = _tp_group, _ALONE
+    # NOTE: layers still refer to the communicator. Were it to keep torch's group, gloo's threads would be
+    # torn down at the interpreter's end instead of here, which aborts the process now and then.
+    left.group = None
+    dist.destroy_process_group()
 
 
 def get_tp_group() -> Communicator:

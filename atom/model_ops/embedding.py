@@ -12,7 +12,7 @@ from atom.distributed.parallel_state import get_tp_group
 from atom.errors import ConfigError, ModelLoadError
 from atom.kernels.reference.linear import quantize_rows_int8
 from atom.kernels.registry import select_kernel
-from atom.model_ops.weights import new_parameter
+from atom.model_ops.weights import free_parameter, new_parameter
 
 LM_HEAD_DTYPES = ("auto", "int8")
 
@@ -90,14 +90,12 @@ class ParallelLMHead(nn.Module):
 
     def after_load(self) -> None:
         """Pack or quantise the weight; an untied one is freed when a copy was made."""
-        weight = self._source[0].weight
-        if weight is None:
+        if self._source[0].weight is None:
             return
-        if self.is_int8:
-            self.packed = quantize_rows_int8(weight.data)
-        else:
-            self.packed = self.kernel.pack(weight.data)
-        if self.table is not None and self.packed is not weight.data:
+        weight = self._source[0].weight.data
+        self.packed = quantize_rows_int8(weight) if self.is_int8 else self.kernel.pack(weight)
+        if self.table is not None and self.packed is not weight:
+            free_parameter(self.table.weight)
             self.table.weight = None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

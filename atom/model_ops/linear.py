@@ -13,7 +13,7 @@ from torch import nn
 
 from atom.distributed.parallel_state import get_tp_group, shard_size
 from atom.kernels.registry import select_kernel
-from atom.model_ops.weights import copy_into, load_whole, new_parameter, slice_of
+from atom.model_ops.weights import copy_into, free_parameter, load_whole, new_parameter, slice_of
 
 
 class LinearBase(nn.Module):
@@ -44,8 +44,10 @@ class LinearBase(nn.Module):
         """Pack the weight; the unpacked one is freed unless the kernel uses it as it is."""
         if self.weight is None:
             return
-        self.packed = self.kernel.pack(self.weight.data)
-        if self.packed is not self.weight.data:
+        weight = self.weight.data
+        self.packed = self.kernel.pack(weight)
+        if self.packed is not weight:
+            free_parameter(self.weight)
             self.weight = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,11 @@ def copy_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
     target.copy_(tensor)
 
 
+def free_parameter(param: nn.Parameter) -> None:
+    """Give the memory back now, whoever still refers to the parameter (the loader does until it returns)."""
+    param.data = param.data.new_empty(0)
+
+
 def slice_of(tensor: torch.Tensor, dim: int, index: int, size: int, num_slices: int) -> torch.Tensor:
     """Slice ``index`` of ``num_slices`` equal ones along ``dim``, each ``size`` long.
 

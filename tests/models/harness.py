@@ -76,9 +76,7 @@ class PagedRunner:
             kv_caches=self.caches,
         )
         with set_forward_context(context):
-            hidden = self.model(
-                torch.tensor([i for _, ids in chunks for i in ids]), torch.tensor(positions)
-            )
+            hidden = self.model(torch.tensor([i for _, ids in chunks for i in ids]), torch.tensor(positions))
             logits = self.model.compute_logits(hidden).float()
         for name, _ in chunks:
             self._give_back(name)

@@ -62,7 +62,10 @@ CASES = {
     "llama_yarn": ("Llama", {"rope_parameters": YARN}),
     "llama_yarn_mscale": (
         "Llama",
-        {"rope_parameters": YARN | {"mscale": 0.9, "mscale_all_dim": 0.7, "beta_fast": 16, "truncate": False}},
+        {
+            "rope_parameters": YARN
+            | {"mscale": 0.9, "mscale_all_dim": 0.7, "beta_fast": 16, "truncate": False}
+        },
     ),
     "mistral_full": ("Mistral", {"sliding_window": None}),
     "mistral_window": ("Mistral", {"sliding_window": WINDOW}),
@@ -130,9 +133,7 @@ def test_fp32_logits_match_transformers(case):
     wanted = {name: expected(reference, tokens) for name, tokens in ids.items()}
 
     # Whole prefill beside the first chunk of another prompt and the first token of a third.
-    out = runner.step(
-        prefill={"whole": ids["whole"], "chunks": ids["chunks"][:9], "steps": ids["steps"][:1]}
-    )
+    out = runner.step(prefill={"whole": ids["whole"], "chunks": ids["chunks"][:9], "steps": ids["steps"][:1]})
     assert_close(out["whole"], wanted["whole"])
     assert_close(out["chunks"], wanted["chunks"][:9])
     # Chunks that cross pages and the window, beside decode of a sequence of another length.

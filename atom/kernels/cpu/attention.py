@@ -80,8 +80,8 @@ def prefill_attention(
         hidden = _hidden_columns(rows, position - low, window)
         for head in range(num_kv_heads):
             block = grouped[start:stop, head].transpose(0, 1).reshape(group * rows, head_dim)
-            scores = torch.mm(block.to(compute_dtype), k[head, keys].t()).float()
-            scores = scores.mul_(scale).view(group, rows, -1)
+            block = (block.float() * scale).to(compute_dtype)
+            scores = torch.mm(block, k[head, keys].t()).float().view(group, rows, -1)
             if soft_cap is not None:
                 scores.div_(soft_cap).tanh_().mul_(soft_cap)
             for columns, mask in hidden:

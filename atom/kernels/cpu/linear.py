@@ -34,7 +34,7 @@ class OneDnnLinear(LinearKernel):
     def __call__(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.has_slow_bf16 and x.shape[0] >= _WIDE_FROM_TOKENS:
             wide_bias = None if bias is None else bias.float()
-            return F.linear(x.float(), packed.to_dense().float(), wide_bias).to(x.dtype)
+            return F.linear(x.float(), packed.to_dense(torch.float32), wide_bias).to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 

@@ -4,8 +4,8 @@ A backend sees the paged cache of one layer, keys and values each
 ``[num_blocks, num_kv_heads, block_size, head_dim]``, and the step's ``AttentionMetadata``. Contracts:
 
 - The cache is allocated zeroed, so every position holds a finite number; backends may read positions that
-  they then mask. A backend stores no value that is not finite, so one request's overflow cannot reach
-  another through ``0 * NaN``.
+  they then mask. A backend stores 0 for a value that is not finite, so one request's overflow cannot reach
+  the next owner of its page through ``0 * NaN``.
 - ``forward`` first stores the step's keys and values at ``metadata.slots``, then attends.
 - A sequence of context length 0 (padding) yields zeros.
 - What is the same for all layers of a group is derived once a step and kept in ``metadata.backend_data``.

@@ -80,7 +80,7 @@ class CpuPagedAttention(AttentionBackend):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         plan = self._plan(metadata, keys.shape[2])
-        k, v = k.nan_to_num(), v.nan_to_num()
+        k, v = k.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0)
         self._write(k, keys, plan)
         self._write(v, values, plan)
         if not plan.prefill and len(plan.decode) == 1:
@@ -140,17 +140,20 @@ class CpuPagedAttention(AttentionBackend):
         v = self._gather(values, part.rows, n)[:, :, part.keys]
         # Query heads of a kv head become rows of one product: [n, kv heads, group * m, head_dim].
         grouped = q.view(n, m, spec.num_kv_heads, spec.group_size, spec.head_dim)
-        grouped = grouped.permute(0, 2, 3, 1, 4).reshape(n, spec.num_kv_heads, -1, spec.head_dim)
         mask, sinks = part.mask, self.sinks
-        if mask is not None and m > 1:
+        if m == 1:
+            grouped = grouped[:, 0]
+        else:
+            grouped = grouped.permute(0, 2, 3, 1, 4).reshape(n, spec.num_kv_heads, -1, spec.head_dim)
             mask = mask.repeat(1, 1, spec.group_size, 1)
         if sinks is not None:
             sinks = sinks.view(spec.num_kv_heads, spec.group_size).repeat_interleave(m, dim=-1)
         out = decode_attention(grouped, k, v, mask, scale=spec.scale, soft_cap=spec.soft_cap, sinks=sinks)
         if part.has_padding:
             out = out * (mask == 0).any(dim=-1, keepdim=True)
-        out = out.view(n, spec.num_kv_heads, spec.group_size, m, spec.head_dim)
-        return out.permute(0, 3, 1, 2, 4).reshape(n * m, spec.num_heads, spec.head_dim)
+        if m > 1:
+            out = out.view(n, spec.num_kv_heads, spec.group_size, m, spec.head_dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(n * m, spec.num_heads, spec.head_dim)
 
     def _plan(self, metadata: AttentionMetadata, block_size: int) -> StepPlan:
         key = (block_size, self.spec.num_kv_heads, self.spec.window, self.spec.dtype)

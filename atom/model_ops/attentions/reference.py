@@ -27,7 +27,7 @@ class ReferenceAttention(AttentionBackend):
         values: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        write_kv(k.nan_to_num(), v.nan_to_num(), keys, values, metadata.slots)
+        write_kv(k.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0), keys, values, metadata.slots)
         return paged_prefill_attention(
             q,
             keys,

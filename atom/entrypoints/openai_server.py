@@ -5,6 +5,7 @@ connection gets answers. Between the two the engine process starts, and this pro
 to import what it serves with.
 """
 
+import argparse
 import signal
 import sys
 import threading
@@ -40,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = make_parser().parse_args(None if argv is None else list(argv))
     engine_args = EngineArgs.from_cli_args(args)
-    engine_args.create_config()
     # A signal during start-up unwinds the stack, so that the engine process is stopped and waited for.
     before = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
@@ -49,9 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def _serve(args, engine_args: EngineArgs) -> int:
+def _serve(args: argparse.Namespace, engine_args: EngineArgs) -> int:
     threading.Thread(target=_import_server, name="import-server", daemon=True).start()
     raise_file_limit()
+    if args.chat_template:
+        from atom.entrypoints.openai.chat_template import ChatTemplate, load_chat_template
+
+        # Read here for its errors, which are not to wait for the engine.
+        ChatTemplate(load_chat_template(args.chat_template, None) or "")
     with bind_socket(args.host, args.server_port) as sock:
         engine = engine_args.create_engine()
         try:

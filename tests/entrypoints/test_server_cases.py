@@ -277,7 +277,8 @@ def test_D4_dead_engine_ends_streams_health_and_server():
         error = json.loads(frames[-1].removeprefix("data: "))["error"]
         assert "code -9" in error["message"] and error["type"] == "server_error"
         health = client.get("/health")
-        assert health.status_code == 503 and "code -9" in health.json()["reason"]
+        assert health.status_code == 503 and health.json()["status"] == "dead"
+        assert "code -9" in health.json()["reason"]
         assert client.post(COMPLETIONS, json={"prompt": "x"}).status_code == 503
         assert time.monotonic() - died < 1
     assert server.join(5) and server.exit_code == 1

@@ -16,8 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from atom.entrypoints import openai_server
 from atom.entrypoints.openai.sockets import bind_socket, raise_file_limit
 from atom.errors import ConfigError
+from atom.model_engine.arg_utils import EngineArgs
 from tests.helpers.live_server import wait_for
 
 COMPLETIONS = "/v1/completions"
@@ -25,7 +27,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def running_server(*flags: str, shutdown_timeout_s: float = 5, **engine: object) -> Iterator[tuple]:
+def running_server(
+    *flags: str, name: str = "fake", shutdown_timeout_s: float = 5, **engine: object
+) -> Iterator[tuple]:
     env = {
         **os.environ,
         "FAKE_ENGINE": json.dumps(engine),
@@ -49,7 +53,7 @@ def running_server(*flags: str, shutdown_timeout_s: float = 5, **engine: object)
         while url is None:
             line = process.stderr.readline()
             assert line, "the server ended before it was ready"
-            found = re.search(r"ready: (http://\S+) serves fake", line)
+            found = re.search(rf"ready: (http://\S+) serves {name}", line)
             url = found and found[1]
         yield process, url
     finally:
@@ -115,20 +119,23 @@ def test_D4_process_leaves_when_its_engine_dies():
         assert "leaving: the engine process ended" in err and "Traceback" not in err
 
 
-def test_served_name_and_template_flags():
+def test_name_template_and_log_flags():
     flags = ("--served-model-name", "short", "--chat_template", "{{ messages[0].content }}{{ tail }}")
     flags += ("--default-chat-template-kwargs", '{"tail": "!"}', "--disable-uvicorn-access-log")
-    env_model = "fake"
-    with pytest.raises(AssertionError):  # the helper waits for the name that --model gives
-        with running_server("--served-model-name", "short", "--chat-template", "/no/such/file"):
-            pass
-    with running_server(*flags[2:]) as (process, url):
-        body = {"model": env_model, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 1}
+    with running_server(*flags, name="short") as (process, url):
+        body = {"model": "short", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 1}
         answer = httpx.post(url + "/v1/chat/completions", json=body).json()
         assert answer["usage"]["prompt_tokens"] == 4
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=5)
         assert "POST" not in err
+
+
+@pytest.mark.parametrize("template", ["/no/such/file", "{% if %}"])
+def test_bad_template_is_told_before_the_engine_starts(template, monkeypatch):
+    monkeypatch.setattr(EngineArgs, "create_engine", lambda self: pytest.fail("the engine was started"))
+    with pytest.raises(ConfigError, match="template"):
+        openai_server.main(["--model", "fake", "--server-port", "0", "--chat-template", template])
 
 
 def test_access_lines_by_default():

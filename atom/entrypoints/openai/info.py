@@ -49,13 +49,13 @@ class InfoHandlers:
         self._context = context
 
     async def health(self, scope: Scope) -> Told:
+        health = self._context.engine.health()
+        if not health.ok:
+            return Told(protocol.HealthStatus(health.state, health.reason), 503)
         closing = self._context.inflight.closing_reason
         if closing is not None:
             return Told(protocol.HealthStatus("stopping", closing), 503)
-        health = self._context.engine.health()
-        if health.ok:
-            return Told(protocol.HealthStatus("ok"))
-        return Told(protocol.HealthStatus(health.state, health.reason), 503)
+        return Told(protocol.HealthStatus("ok"))
 
     async def models(self, scope: Scope) -> Told:
         return Told(protocol.ModelList([self._card()]))

@@ -106,7 +106,8 @@ class InputOutputProcessor:
         for prompt, param, sink, request_id in zip(prompts, params, sinks, request_ids, strict=True):
             max_output = self._max_output_tokens(len(prompt), param)
             self._check_params(param)
-            state = RequestState(request_id, param, len(prompt), self.eos_ids, sink, now)
+            ends = frozenset() if param.ignore_eos else self.eos_ids
+            state = RequestState(request_id, param, len(prompt), ends, sink, now)
             states.append(state)
             special_stops = special_stop_ids(param.stop_strings or [], self.tokenizer)
             request = self._new_request(prompt, param, special_stops, max_output, now, priority)

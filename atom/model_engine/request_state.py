@@ -44,7 +44,7 @@ class RequestState:
         self.request_id = request_id
         self.params = params
         self.num_prompt_tokens = num_prompt_tokens
-        self.eos_ids = eos_ids  # the model's own ends: they are no stop_reason
+        self.eos_ids = eos_ids  # the model's own ends that are in force: they are no stop_reason
         self.sink = sink
         self.arrival_time = arrival_time
         self.answers: list[AnswerState] = []

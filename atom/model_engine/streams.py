@@ -12,13 +12,16 @@ StreamCallback = Callable[[RequestOutput], None]
 
 
 def merge(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Two deltas of one answer as one: text, ids and log-probabilities concatenate, the rest is the later's."""
+    """Two deltas of one answer as one: text, ids and log-probabilities concatenate; what only a first delta tells
+    is kept; the rest is the later's."""
     later.text = earlier.text + later.text
     later.output_tokens = earlier.output_tokens + later.output_tokens
     if earlier.logprobs is not None:
         later.logprobs = earlier.logprobs + (later.logprobs or [])
     if earlier.prompt_logprobs is not None:
         later.prompt_logprobs = earlier.prompt_logprobs
+    if earlier.queue_time_s is not None:
+        later.queue_time_s = earlier.queue_time_s
     return later
 
 

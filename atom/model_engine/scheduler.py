@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from operator import add
 
 from atom.core import NO_ROW, BatchOutput, CacheGroupSpec, ScheduledBatch, Sequence
 from atom.kv_transfer.connector import KVConnector, NullConnector
@@ -154,9 +155,10 @@ class Scheduler:
 
         A batch without sequences only carries ``connector_meta`` to the workers.
         """
+        roster, life = self._roster, self._life
         if self._has_connector:
-            self._life.poll_connector()
-        roster = self._roster
+            life.poll_connector()
+        num_preemptions = life.num_preemptions
         batch = None
         limit = self.config.max_consecutive_prefill_steps
         if limit and self._num_prefill_streak >= limit:
@@ -165,12 +167,14 @@ class Scheduler:
             batch = self._schedule_prefill()
         if batch is None:
             batch = self._schedule_decode()
-        while batch is None and not self._life.inflight and len(roster.running) > 1:
-            # Prompts that grow chunk by chunk hold all blocks between them: the youngest gives its own back.
-            victim = self._victim(roster.running[0])
-            if victim is None or victim is roster.running[0]:
-                break
-            self._life.preempt(victim)
+        while batch is None and not life.inflight:
+            if life.num_preemptions == num_preemptions:
+                # Prompts that grow chunk by chunk hold all blocks between them: the youngest gives its own back.
+                victim = self._victim(roster.running[0]) if len(roster.running) > 1 else None
+                if victim is None or victim is roster.running[0]:
+                    break
+                life.preempt(victim)
+            num_preemptions = life.num_preemptions
             batch = self._schedule_prefill() or self._schedule_decode()
         if self._has_connector:
             meta = self._connector.build_connector_meta()
@@ -179,7 +183,7 @@ class Scheduler:
             if batch is not None:
                 batch.connector_meta = meta
         if batch is not None:
-            self._life.inflight.append(batch)
+            life.inflight.append(batch)
         return batch
 
     def commit(self, batch: ScheduledBatch, output: BatchOutput) -> StepResult:
@@ -252,8 +256,9 @@ class Scheduler:
         room = self.manager.growth(seq, min(seq.num_tokens + tokens, seq.max_len - 1))
         for other in self._roster.holders():
             known = max(other.num_scheduled, other.prefill_end)
-            for index, count in enumerate(self.manager.growth(other, min(known + tokens, other.max_len - 1))):
-                room[index] += count
+            chunk = self.config.max_num_batched_tokens if other.is_prefilling else 1
+            grown = self.manager.growth(other, min(known + tokens, other.max_len - 1), chunk)
+            room = list(map(add, room, grown))
         return room
 
     def _chunk(self, step: _Step, seq: Sequence, start: int, end: int) -> int:
@@ -343,7 +348,9 @@ class Scheduler:
             return False
         while not (covered := self.manager.may_append(seq, upto, self._patches)):
             victim = self._victim(seq)
-            if victim is None:
+            # What it has in flight may leave a sliding window when it is committed: look again then.
+            is_early = seq.num_inflight_tokens > (0 if victim is seq else 1 + self.config.num_draft_tokens)
+            if victim is None or is_early:
                 return False
             self._life.preempt(victim)
             if victim is seq:

@@ -170,10 +170,13 @@ class FakeDevice:
 
 @dataclass
 class Driver:
-    """Steps a scheduler with the fake device, plain or overlapped, and gathers what it reports."""
+    """Steps a scheduler with the fake device and gathers what it reports.
+
+    ``overlapped`` counts the steps that are launched before the oldest is committed; False is 0.
+    """
 
     scheduler: Scheduler
-    overlapped: bool = False
+    overlapped: int = 0
     accept_rate: float = 0.6
     device: FakeDevice = field(init=False)
     answers: dict[int, list[int]] = field(default_factory=dict)
@@ -205,7 +208,7 @@ class Driver:
         batch = self.scheduler.schedule()
         if batch is not None:
             self.pending.append((batch, self.device.launch(batch)))
-        keep = 1 if self.overlapped and batch is not None else 0
+        keep = self.overlapped if batch is not None else 0
         progressed = batch is not None or bool(self.pending)
         while len(self.pending) > keep:
             self._commit(*self.pending.popleft())
@@ -222,6 +225,9 @@ class Driver:
     def _commit(self, batch: ScheduledBatch, output: BatchOutput) -> None:
         result = self.scheduler.commit(batch, output)
         counts = result.counts or [1] * len(result.seqs)
+        message = result.to_message()
+        assert memoryview(message.ids).cast("q").tolist() == [seq.id for seq in result.seqs]
+        assert memoryview(message.token_ids).cast("i").tolist() == result.token_ids
         assert sum(counts) == len(result.token_ids) and len(counts) == len(result.seqs)
         at = 0
         for seq, count in zip(result.seqs, counts, strict=True):

@@ -46,6 +46,18 @@ def test_generated_blocks_are_hit_by_the_next_turn():
     assert probe(scheduler, [*first.token_ids, 3, 4, 5]) == 31 // BLOCK  # the last id has no KV
 
 
+def test_a_block_is_published_when_its_last_position_is_computed_not_when_its_id_is_known():
+    scheduler = make_scheduler()
+    driver = Driver(scheduler)
+    driver.add(make_seq(1, ids(7), 6, stop=False))
+    driver.step()
+    assert len(driver.answers[1]) == 1  # the eighth id is known, its KV comes with the next step
+    driver.add(make_seq(2, [*driver.seqs[1].token_ids, 3, 4], 2, stop=False))
+    driver.run()
+    assert driver.cached[2] == 4
+    driver.check_answers()
+
+
 def test_switched_off_nothing_is_hit_or_hashed():
     scheduler = make_scheduler(enable_prefix_caching=False)
     warm(scheduler, ids(41))
@@ -195,6 +207,16 @@ def test_memo_sees_eviction_remapping_revocation_and_clearing():
     assert num_walks(scheduler, seq)[1] == 1
     seq.chain.seed = 5
     assert num_walks(scheduler, seq)[1] == 1
+
+
+def test_memo_of_a_sliding_group_sees_the_first_publication():
+    scheduler = make_scheduler([sliding(20, 12)])
+    driver = Driver(scheduler)
+    seq = waiting(scheduler, ids(9))
+    assert num_walks(scheduler, seq) == (0, 1) and num_walks(scheduler, seq) == (0, 0)
+    driver.add(make_seq(1, ids(9), 1))
+    driver.run()
+    assert num_walks(scheduler, seq) == (2, 1)
 
 
 def test_memo_asks_the_fit_anew():

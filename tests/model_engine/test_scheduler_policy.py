@@ -156,6 +156,51 @@ def test_a_prompt_that_wants_logprobs_takes_no_prefix_hit_and_gets_them_whole():
     assert [out.finished for out in outputs] == [False, False, True]
 
 
+def test_L3_prompt_logprobs_are_given_once_when_a_chunked_prompt_is_preempted():
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    seq = make_seq(1, ids(20), 9, stop=False, params=SamplingParams(max_tokens=9, prompt_logprobs=0))
+    scheduler.add(seq)
+    outputs = []
+    for step in range(10):
+        batch = scheduler.schedule()
+        output = answer(batch)
+        if batch.num_prefill_seqs:
+            start, count = batch.starts[0], batch.num_scheduled[0]
+            rows = [TokenLogprobs(position, -1.0, 1, [], []) for position in range(start, start + count)]
+            output.prompt_logprobs = {0: rows}
+        outputs += scheduler.commit(batch, output).outputs()
+        if step in (1, 6):  # within its first prefill, and within the one that repeats it for the answer
+            scheduler._life.preempt(seq)
+    given = [[entry.token_id for entry in out.prompt_logprobs] for out in outputs if out.prompt_logprobs]
+    assert given == [list(range(20))]
+
+
+def test_a_preempted_sequence_waits_for_its_id_in_flight():
+    scheduler = make_scheduler()
+    seq = make_seq(1, ids(6), 5, stop=False)
+    scheduler.add(seq)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler._life.preempt(seq)
+    assert seq.num_inflight_samples == 2 and scheduler.schedule() is None
+    assert scheduler.commit(first, answer(first, 3)).token_ids == [3]
+    assert scheduler.schedule() is None
+    assert scheduler.commit(second, answer(second, 4)).token_ids == [4]
+    batch = scheduler.schedule()
+    assert seq.token_ids == [*ids(6), 3, 4] and batch.starts[0] + batch.num_scheduled[0] == 8
+
+
+def test_an_id_in_flight_may_end_a_preempted_sequence():
+    scheduler = make_scheduler()
+    seq = make_seq(1, ids(6), 5)
+    scheduler.add(seq)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    scheduler._life.preempt(seq)
+    scheduler.commit(first, answer(first, 3))
+    result = scheduler.commit(second, answer(second, 7))
+    assert result.events[0].leave_reason == "eos" and not scheduler.has_work
+    assert scheduler.check_integrity() == []
+
+
 def test_one_failing_row_ends_alone():
     scheduler = make_scheduler()
     scheduler.add_all([make_seq(1, ids(4)), make_seq(2, ids(4, 2))])

@@ -44,6 +44,9 @@ limits = st.fixed_dictionaries(
 )
 
 
+depths = st.integers(0, 2)  # steps in flight while the next one is scheduled
+
+
 def play(groups, arrivals, overlapped, options, drafts=0, salted=False):
     scheduler = make_scheduler(groups, num_draft_tokens=drafts, **options)
     driver = Driver(scheduler, overlapped)
@@ -60,18 +63,18 @@ def play(groups, arrivals, overlapped, options, drafts=0, salted=False):
     driver.check_answers(frozenset(aborted))
     driver.check_idle()
     longest = max((s.num_preemptions for s in driver.seqs.values()), default=0)
-    assert longest <= 6, "a sequence was preempted again and again"
+    assert longest <= 5, "a sequence was preempted again and again"
     return driver
 
 
 @settings(max_examples=150, **COMMON)
-@given(pools, st.lists(requests, min_size=1, max_size=9), st.booleans(), limits)
+@given(pools, st.lists(requests, min_size=1, max_size=9), depths, limits)
 def test_every_answer_is_exact_whatever_the_interleaving(groups, arrivals, overlapped, options):
     play(groups, arrivals, overlapped, options)
 
 
 @settings(max_examples=100, **COMMON)
-@given(pools, st.lists(requests, min_size=1, max_size=7), st.booleans(), limits, st.integers(1, 4))
+@given(pools, st.lists(requests, min_size=1, max_size=7), depths, limits, st.integers(1, 4))
 def test_speculation_gives_the_same_answers(groups, arrivals, overlapped, options, drafts):
     play(groups, arrivals, overlapped, options, drafts)
 

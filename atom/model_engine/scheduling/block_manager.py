@@ -154,12 +154,16 @@ class BlockManager:
         for table, new in zip(seq.tables, patches, strict=True):
             new.extend([(row, column, block) for column, block in enumerate(table) if block >= 0])
 
-    def growth(self, seq: Sequence, num_tokens: int) -> list[int]:
-        """Per group, the blocks that ``seq`` may still take until it has ``num_tokens``."""
+    def growth(self, seq: Sequence, num_tokens: int, chunk: int = 1) -> list[int]:
+        """Per group, the blocks that ``seq`` may still take until it has ``num_tokens``.
+
+        ``chunk``: the longest step that it may take on the way. A sequence without tables is counted as if
+        it had just been admitted.
+        """
         counts = []
         for group in self.groups:
-            held = group.peak(max(seq.num_scheduled, seq.prefill_end, len(seq.token_ids)))
-            counts.append(max(0, group.peak(num_tokens) - held))
+            held = group.num_held(seq) if seq.tables else group.peak(len(seq.token_ids))
+            counts.append(max(0, group.peak(num_tokens, chunk) - held))
         return counts
 
     # -- after a step ---------------------------------------------------------------------------------

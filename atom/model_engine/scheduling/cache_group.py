@@ -116,6 +116,11 @@ class CacheGroup(ABC):
     def peak(self, num_tokens: int, chunk: int = 1) -> int:
         """The most blocks that a sequence of ``num_tokens``, computed ``chunk`` at a time, holds at once."""
 
+    def num_held(self, seq: Sequence) -> int:
+        """Blocks that ``seq`` holds now."""
+        table = seq.tables[self.index]
+        return len(table) - table.count(NO_BLOCK)
+
     @property
     @abstractmethod
     def capacity(self) -> int:
@@ -263,8 +268,11 @@ class SlidingGroup(PagedGroup):
     def resumable_hit(self, query: PrefixQuery, limit: int) -> int:
         end = limit // self.block_size
         need = self.num_window_blocks
-        if need == 0 or not end or not self.pool.num_indexed:
-            return end * self.block_size if need == 0 else 0
+        if need == 0:
+            return end * self.block_size
+        query.read(end)
+        if not self.pool.num_indexed:
+            return 0
         hashes, find = query.hashes(end), self.pool.find
         while end > 0:
             first = max(0, end - need)

@@ -32,15 +32,19 @@ class PrefixQuery:
         self.found: dict[int, list[int]] = {}
         self.num_read = 0
 
+    def read(self, num_blocks: int) -> None:
+        """The answer depends on the first ``num_blocks`` hashes."""
+        self.num_read = max(self.num_read, num_blocks)
+
     def hashes(self, num_blocks: int) -> "array[int]":
         """At least the first ``num_blocks`` hashes, computed where they are not yet known."""
-        self.num_read = max(self.num_read, num_blocks)
+        self.read(num_blocks)
         return self.chain.extend(self.token_ids, num_blocks)
 
     def walk(self, pool: BlockPool, limit: int) -> list[int]:
         """Blocks of the longest prefix in ``pool``, at most ``limit``."""
         found = self._walk_each(pool, limit) if self.compare_all else self._walk_fast(pool, limit)
-        self.num_read = max(self.num_read, min(len(found) + 1, limit))  # up to the first miss
+        self.read(min(len(found) + 1, limit))  # up to the first miss
         return found
 
     def _walk_fast(self, pool: BlockPool, limit: int) -> list[int]:
@@ -131,7 +135,8 @@ class WalkMemo:
             return False
         reads = self._reads.get(seq.id)
         if reads is None:
-            reads = self._reads[seq.id] = frozenset(seq.chain.hashes[: hit.num_read])
+            hashes = seq.chain.extend(seq.token_ids, hit.num_read)
+            reads = self._reads[seq.id] = frozenset(hashes[: hit.num_read])
         if not reads.isdisjoint(changed):
             return False
         hit.position = self.changes.position

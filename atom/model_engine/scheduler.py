@@ -254,7 +254,7 @@ class Scheduler:
         """
         tokens = self.config.block_size * ROOM_GROWTH ** (seq.num_preemptions - 1)
         room = self.manager.growth(seq, min(seq.num_tokens + tokens, seq.max_len - 1))
-        for other in self._roster.holders():
+        for other in (*self._roster.running, *self._roster.parked.values()):
             known = max(other.num_scheduled, other.prefill_end)
             chunk = self.config.max_num_batched_tokens if other.is_prefilling else 1
             grown = self.manager.growth(other, min(known + tokens, other.max_len - 1), chunk)

@@ -82,6 +82,20 @@ def test_P2_holds_for_a_request_that_is_waiting_after_preemption():
     driver.check_idle()
 
 
+def test_P2_blocks_that_another_request_matched_stay():
+    driver = Driver(make_scheduler())
+    driver.add(make_seq(1, prompt(1, 18), 60, stop=False))
+    driver.step()
+    driver.add(make_seq(2, prompt(1, 18), 60, stop=False))
+    driver.step()
+    assert driver.seqs[2].num_cached_tokens == 16
+    driver.abort(1, 4, "stop_sequence")  # its client got one block; the other prompt holds all four
+    driver.add(make_seq(3, prompt(1, 18), 1, stop=False))
+    driver.run()
+    assert driver.cached[3] == 16
+    driver.check_idle()
+
+
 def test_M2_books_are_right_after_a_storm_of_aborts():
     scheduler = make_scheduler([full(300), sliding(150, 9)], max_num_seqs=64, max_num_batched_tokens=256)
     driver = Driver(scheduler, overlapped=True)

@@ -1,7 +1,7 @@
 """Who runs when: order, chunks, delay, priority, rows, lists that are reused, and what a commit says."""
 
 import pytest
-from scheduler_harness import Driver, full, make_scheduler, make_seq
+from scheduler_harness import Driver, full, make_scheduler, make_seq, sliding
 
 from atom.core import BatchOutput, TokenLogprobs
 from atom.model_engine.scheduler import Scheduler, SchedulerConfig, StepResult
@@ -172,7 +172,7 @@ def test_L3_prompt_logprobs_are_given_once_when_a_chunked_prompt_is_preempted():
         if step in (1, 6):  # within its first prefill, and within the one that repeats it for the answer
             scheduler._life.preempt(seq)
     given = [[entry.token_id for entry in out.prompt_logprobs] for out in outputs if out.prompt_logprobs]
-    assert given == [list(range(20))]
+    assert given == [list(range(20))] and seq.prompt_logprobs == []
 
 
 def test_a_preempted_sequence_waits_for_its_id_in_flight():
@@ -187,6 +187,41 @@ def test_a_preempted_sequence_waits_for_its_id_in_flight():
     assert scheduler.commit(second, answer(second, 4)).token_ids == [4]
     batch = scheduler.schedule()
     assert seq.token_ids == [*ids(6), 3, 4] and batch.starts[0] + batch.num_scheduled[0] == 8
+
+
+def test_a_preempted_answer_is_hit_as_far_as_it_was_computed():
+    driver = Driver(make_scheduler())
+    seq = make_seq(1, ids(6), 40, stop=False)
+    driver.add(seq, make_seq(2, ids(6, 2), 40, stop=False))
+    while seq.num_output_tokens < 20:
+        driver.step()
+    driver.scheduler._life.preempt(seq)
+    driver.run()
+    again = [batch for batch in driver.device.launched if seq in batch.new_seqs][-1]
+    assert again.starts == [24]  # 25 positions were computed: six blocks
+    driver.check_answers()
+    driver.check_idle()
+
+
+def test_lists_are_rebuilt_when_the_same_sequences_have_other_rows_or_epochs():
+    driver = Driver(make_scheduler())
+    driver.add(*[make_seq(i, ids(6, i), 12, stop=False) for i in (1, 2)])
+    for _ in range(4):
+        driver.step()
+    driver.scheduler._life.preempt(driver.seqs[2])  # readmitted before the next decode step: the set is equal
+    driver.run()
+    driver.check_answers()
+    driver.check_idle()
+
+
+def test_blocks_of_a_chunk_in_flight_are_waited_for_not_preempted():
+    scheduler = make_scheduler([sliding(10, 4)], max_num_batched_tokens=100, num_draft_tokens=5)
+    driver = Driver(scheduler, overlapped=1)
+    driver.add(make_seq(1, ids(38), 30, stop=False))
+    driver.run()
+    assert scheduler.stats()["preemptions"] == 0
+    driver.check_answers()
+    driver.check_idle()
 
 
 def test_an_id_in_flight_may_end_a_preempted_sequence():

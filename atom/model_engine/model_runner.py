@@ -12,6 +12,7 @@ import torch
 from atom.config import Config
 from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenLogprobs
 from atom.errors import ConfigError
+from atom.kernels.reference import sampling as reference_sampling
 from atom.kernels.registry import selected_kernels
 from atom.model_engine.runner.device_tables import DeviceTables, StepInputs
 from atom.model_engine.runner.input_packer import InputPacker, PackedStep
@@ -22,6 +23,7 @@ from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
 from atom.model_loader.loader import load_dummy, load_weights
 from atom.model_loader.model_files import ModelFiles
+from atom.model_ops import sampler_cpu
 from atom.model_ops.logprobs import prompt_logprobs
 from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_bans, to_batch_output
 from atom.models.registry import get_model_class, support_model_arch_dict
@@ -204,7 +206,8 @@ class ModelRunner(Worker):
 
     def set_vocab_size(self, size: int) -> None:
         self._vocab_size = min(size, self.hf_config.vocab_size)
-        self._sampler = Sampler(self.config.max_num_seqs, self._vocab_size, self.device)
+        ops = sampler_cpu if self.device.type == "cpu" else reference_sampling
+        self._sampler = Sampler(self.config.max_num_seqs, self._vocab_size, self.device, ops)
 
     def scheduler_config(self) -> SchedulerConfig:
         is_cpu = self.platform.name == "cpu"

@@ -1,0 +1,81 @@
+"""The engine on a CUDA device says what it says on the CPU: every family, both loops, every kind of sampling."""
+
+import pytest
+
+from atom.config import Config
+from atom.sampling_params import SamplingParams
+from tests.helpers.core_driver import CoreDriver
+from tests.helpers.tiny_model import FAMILIES, make_tiny_model
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+PROMPTS = {i: [(i * 37 + j * 11) % 250 + 1 for j in range(6 + 17 * i)] for i in range(1, 7)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {family: make_tiny_model(root / family, family) for family in FAMILIES}
+
+
+def run(folder, device, params=GREEDY, loop="auto", **fields):
+    fields = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 2**24, **fields}
+    config = Config.build(
+        str(folder), device=device, dtype="float32", loop=loop, prefix_hash_seed=1, **fields
+    )
+    driver = CoreDriver(config)
+    driver.add(PROMPTS, params)
+    driver.run()
+    driver.check_idle()
+    return driver
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_greedy_equals_the_cpu(folders, family, loop):
+    on_cpu = run(folders[family], "cpu", loop="plain")
+    on_cuda = run(folders[family], "cuda", loop=loop)
+    assert on_cuda.tokens == on_cpu.tokens
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.8, seed=3, max_tokens=16),
+        SamplingParams(temperature=0.9, top_k=7, seed=4, max_tokens=16),
+        SamplingParams(temperature=0.9, top_p=0.8, min_p=0.02, seed=5, max_tokens=16),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=16),
+        SamplingParams(temperature=0.0, logit_bias={7: 5.0, 9: -100.0}, max_tokens=16),
+    ],
+    ids=["seed", "top_k", "top_p", "penalties", "bias"],
+)
+def test_sampling_equals_the_cpu(folders, params):
+    on_cpu = run(folders["llama"], "cpu", params)
+    on_cuda = run(folders["llama"], "cuda", params)
+    assert on_cuda.tokens == on_cpu.tokens
+
+
+def test_logprobs_equal_the_cpu(folders):
+    params = SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, max_tokens=8)
+    on_cpu, on_cuda = run(folders["qwen3"], "cpu", params), run(folders["qwen3"], "cuda", params)
+    for seq_id, events in on_cpu.events.items():
+        for ours, theirs in zip(on_cuda.events[seq_id], events, strict=True):
+            for left, right in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+                assert left.token_id == right.token_id
+                assert left.logprob == pytest.approx(right.logprob, abs=1e-3)
+            assert len(ours.prompt_logprobs or []) == len(theirs.prompt_logprobs or [])
+
+
+def test_preemption_changes_nothing(folders):
+    roomy = run(folders["gemma3"], "cuda")
+    tight = run(folders["gemma3"], "cuda", num_kvcache_blocks=12, max_model_len=160)
+    assert tight.core.scheduler.stats()["preemptions"] > 0
+    assert tight.tokens == roomy.tokens
+
+
+def test_memory_is_planned_from_the_utilization(folders):
+    driver = run(folders["llama"], "cuda", kv_cache_memory=None, gpu_memory_utilization=0.2)
+    info = driver.core.worker.info()
+    assert info["device"] == "cuda" and info["loop"] == "overlapped"
+    assert info["kv_cache_bytes"] > 0

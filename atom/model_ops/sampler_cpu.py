@@ -194,22 +194,27 @@ def _total_weights(logits: torch.Tensor, best: torch.Tensor, temperature: torch.
 def _choose_from_all(
     logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor
 ) -> torch.Tensor:
-    """No filter: find the block in which the sum of weights passes the target, then the id in it."""
+    """No filter: every id may be sampled."""
     chunk = _rows_at_a_time(logits)
     if len(logits) > chunk:
         parts = zip(*(t.split(chunk) for t in (logits, best, temperature, uniforms)), strict=True)
         return torch.cat([_choose_from_all(*part) for part in parts])
-    weights = _block_weights(logits, best, temperature)
+    return torch.from_numpy(_pick(_block_weights(logits, best, temperature), uniforms.numpy()))
+
+
+def _pick(weights: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
+    """As the reference, [n] int64, of weights [n, blocks, 512]: find the block, then the id in it."""
     cumulative = np.cumsum(weights.sum(dim=-1).numpy(), axis=-1, dtype=np.float64)
-    target = cumulative[:, -1] * uniforms.numpy().astype(np.float64)
+    target = cumulative[:, -1] * uniforms.astype(np.float64)
     block = (cumulative <= target[:, None]).sum(axis=-1)
+    block = np.minimum(block, cumulative.shape[-1] - 1)  # a row that is not finite finds none
     row = np.arange(len(block))
     target -= np.where(block > 0, cumulative[row, block - 1], 0.0)
     inside = weights.numpy()[row, block]  # [n, WIDE_BLOCK]
     offset = (np.cumsum(inside, axis=-1, dtype=np.float64) <= target[:, None]).sum(axis=-1)
     # The two sums round differently: never step past the last id that has any weight.
     last = WIDE_BLOCK - 1 - np.argmax(inside[:, ::-1] > 0, axis=-1)
-    return torch.from_numpy(block * WIDE_BLOCK + np.minimum(offset, last))
+    return block * WIDE_BLOCK + np.minimum(offset, last)
 
 
 @dataclass(slots=True)
@@ -340,11 +345,13 @@ def _choose_candidates(rows: _Rows, bound: np.ndarray) -> tuple[np.ndarray, np.n
 def _choose_in_row(rows: _Rows, row: int) -> int:
     """One row on the whole vocabulary."""
     values, best, temperature = rows.logits[row], rows.best[row : row + 1], rows.temperature[row : row + 1]
-    ordered = np.sort(values)[::-1].copy()
+    ordered = -values
+    ordered.sort()
+    np.negative(ordered, out=ordered)  # largest first
     ranked = _weights(ordered[None, : rows.limit[row]], best, temperature)[0]
     num_kept = len(ranked)
     if rows.top_p[row] < 1:
-        mass = np.cumsum(ranked, dtype=np.float64)
+        mass = torch.from_numpy(ranked).double().cumsum(dim=0).numpy()
         share = (np.float64(rows.top_p[row]) - TOP_P_SLACK) * mass[-1]
         num_kept = min(num_kept, 1 + int(np.searchsorted(mass, share)))
     num_kept = min(num_kept, len(ranked) - int(np.searchsorted(ranked[::-1], rows.min_p[row])))
@@ -354,7 +361,7 @@ def _choose_in_row(rows: _Rows, row: int) -> int:
     num_surplus = np.count_nonzero(is_kept) - num_kept
     if num_surplus > 0:
         is_kept[np.flatnonzero(values == smallest)[-num_surplus:]] = False
-    weights = _weights(values[None], best, temperature)[0] * is_kept
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    column = int(np.searchsorted(cumulative, cumulative[-1] * np.float64(rows.uniforms[row]), side="right"))
-    return min(column, len(values) - 1)
+    tensors = (torch.from_numpy(array) for array in (values[None], best, temperature))
+    weights = _block_weights(*tensors)
+    weights.view(-1)[: len(values)].mul_(torch.from_numpy(is_kept))
+    return min(int(_pick(weights, rows.uniforms[row : row + 1])[0]), len(values) - 1)

@@ -30,8 +30,7 @@ class Record(msgspec.Struct):
     round: int
     measurement: Measurement
     limits: MachineLimits
-    busy: float  # share of the machine's CPU time that others used before the start
-    steal_s: float  # CPU seconds that the hypervisor kept for itself meanwhile
+    others: float  # share of the machine's CPU time that went to anything else meanwhile, the hypervisor too
 
 
 @dataclass(frozen=True)
@@ -145,12 +144,17 @@ def bandwidth_shares(records: list[Record], contender: Contender, size: ModelSiz
 
 
 def matmul_shares(records: list[Record], contender: Contender, field: str, size: ModelSize) -> list[float]:
-    """Operations a second of a prefill's products, over those of a large product of the same dtype."""
+    """Operations a second of a prefill's products, over those of a large product.
+
+    The faster of bf16 and fp32 for bf16 weights, which may be widened; fp32 for fp32 ones.
+    """
     shares = []
     for record in records:
         rate = getattr(record.measurement, field)
         if record.contender == contender.name and rate is not None:
-            limit = record.limits.matmul_bf16 if contender.dtype == "bfloat16" else record.limits.matmul_fp32
+            limit = record.limits.matmul_fp32
+            if contender.dtype == "bfloat16":
+                limit = max(limit, record.limits.matmul_bf16)
             shares.append(rate * size.prefill_flops / limit)
     return shares
 

@@ -35,7 +35,7 @@ LIMITS = MachineLimits(read_bandwidth=50_000, matmul_bf16=1e6, matmul_fp32=2e6)
 def record(contender: str, round_: int, decode: float, **figures) -> Record:
     figures = {"start_to_first_token_s": 2.0, "peak_rss_bytes": 1_000_000_000, **figures}
     measurement = Measurement(sanity_ids=[1, 2], decode_tok_s=decode, **figures)
-    return Record(contender, round_, measurement, LIMITS, busy=0.0, steal_s=0.0)
+    return Record(contender, round_, measurement, LIMITS, others=0.0)
 
 
 # The machine is twice as fast in round 1: ratios must not see it.
@@ -69,9 +69,15 @@ def test_decode_reads_an_int8_head_as_one_byte_an_element():
 def test_shares_use_the_limits_of_the_same_record():
     shares = bandwidth_shares(RECORDS, CONTENDERS[0], SIZE)
     assert shares == [pytest.approx(0.2), pytest.approx(0.4), pytest.approx(0.2)]
+
+
+def test_bf16_products_are_compared_with_the_faster_dtype_and_fp32_ones_with_fp32():
+    fast_bf16 = [record(ATOM, 0, 30.0, prefill_512_tok_s=1200.0)]
+    fast_bf16[0].limits = MachineLimits(read_bandwidth=1.0, matmul_bf16=4e6, matmul_fp32=2e6)
     fp32 = Contender(ATOM, "atom", "float32")
-    assert matmul_shares(RECORDS[:2], CONTENDERS[1], "prefill_512_tok_s", SIZE) == [pytest.approx(0.24)]
-    assert matmul_shares(RECORDS[:2], fp32, "prefill_512_tok_s", SIZE) == [pytest.approx(0.12)]
+    assert matmul_shares(RECORDS[:2], CONTENDERS[1], "prefill_512_tok_s", SIZE) == [pytest.approx(0.12)]
+    assert matmul_shares(fast_bf16, CONTENDERS[1], "prefill_512_tok_s", SIZE) == [pytest.approx(0.06)]
+    assert matmul_shares(fast_bf16, fp32, "prefill_512_tok_s", SIZE) == [pytest.approx(0.12)]
 
 
 def test_targets_bound_from_the_right_side():
@@ -199,7 +205,8 @@ def test_json_is_the_last_line_and_order_turns(monkeypatch, capsys):
     monkeypatch.setattr(cpu_suite, "measure_contender", fake_measure)
     monkeypatch.setattr(cpu_suite, "export_demo_model", lambda dtype, threads: DemoFolder("x", 100, 150))
     monkeypatch.setattr(cpu_suite, "run_child", lambda *args: LIMITS)
-    monkeypatch.setattr(cpu_suite, "wait_until_idle", lambda: 0.0)
+    monkeypatch.setattr(cpu_suite, "wait_until_idle", lambda: None)
+    monkeypatch.setattr(cpu_suite, "NOISY_SHARE", 2.0)
     monkeypatch.setattr(cpu_suite, "decode_text", lambda ids: "text")
     assert cpu_suite.main(["--json", "--rounds", "2"]) == 0
     assert order == [TRANSFORMERS, ATOM, ATOM_INT8, ATOM, ATOM_INT8, TRANSFORMERS]
@@ -210,6 +217,17 @@ def test_json_is_the_last_line_and_order_turns(monkeypatch, capsys):
     first = result["records"][0]
     assert first["contender"] == TRANSFORMERS and first["limits"]["read_bandwidth"] == 50_000
     assert first["measurement"]["decode_tok_s"] != 0
+
+
+def test_a_disturbed_run_is_repeated_and_the_quietest_kept(monkeypatch):
+    idle_at = iter([(0, 0), (20, 100), (0, 0), (90, 100), (0, 0), (99, 100)])
+    monkeypatch.setattr(cpu_suite, "cpu_ticks", lambda: next(idle_at))
+    monkeypatch.setattr(cpu_suite, "own_ticks", lambda: 0)
+    monkeypatch.setattr(cpu_suite, "wait_until_idle", lambda: None)
+    monkeypatch.setattr(cpu_suite, "run_child", lambda *args: LIMITS)
+    monkeypatch.setattr(cpu_suite, "measure_contender", lambda *args: RECORDS[0].measurement)
+    kept = cpu_suite.run_contender(CONTENDERS[0], 4, DemoFolder("x", 100, 150), num_threads=2)
+    assert kept.round == 4 and kept.others == pytest.approx(0.01)
 
 
 def test_rounds_must_be_positive(capsys):

@@ -21,6 +21,7 @@ from atom.model_engine.outputs import RequestOutput
 from atom.model_engine.request_state import AnswerState, RequestState, Sink
 from atom.model_engine.scheduling.prefix_hash import hash_prompt, mix_seed
 from atom.model_engine.stop_strings import StopChecker, special_stop_ids
+from atom.model_loader.tokenize_cache import enable_tokenize_cache
 from atom.model_loader.tokenizer import Tokenizer
 from atom.sampling_params import SamplingParams
 from atom.utils import envs
@@ -54,6 +55,7 @@ class InputOutputProcessor:
 
     def __init__(self, config: Config, tokenizer: Tokenizer, eos_ids: list[int]):
         self.tokenizer = tokenizer
+        enable_tokenize_cache(tokenizer, envs.ATOM_TOKENIZE_CACHE_MB)
         self.eos_ids = frozenset(eos_ids)
         self.limits = Limits(0, 0)  # set once the engine is ready
         self.requests: dict[str, RequestState] = {}

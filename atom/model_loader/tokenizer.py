@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
     from atom.model_loader.model_files import ModelFiles
+    from atom.model_loader.tokenize_cache import TokenizeCache
 
 # Fields of tokenizer_config.json that name one special token.
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -29,6 +30,7 @@ class Tokenizer:
         vocab_size: ids from here on mean nothing and are never sampled, although the model's head may have
             rows for them.
         chat_template: Jinja text, or None for a model that has none.
+        cache: what remembers long texts that were encoded before; None where nothing does.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Tokenizer:
             dict.fromkeys(([] if own_eos is None else [own_eos]) + list(eos_ids or []))
         )
         self.chat_template = chat_template
+        self.cache: TokenizeCache | None = None
         added = backend.get_added_tokens_decoder()
         self._added_texts = {token_id: token.content for token_id, token in added.items()}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -102,6 +105,8 @@ class Tokenizer:
         Raises:
             RequestError: the text holds half a surrogate pair, which is no text.
         """
+        if self.cache is not None and len(text) >= self.cache.min_chars:
+            return self.cache.encode(text, add_special_tokens)
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:

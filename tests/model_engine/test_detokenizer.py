@@ -226,6 +226,97 @@ def test_pieces_that_differ_from_decode_are_not_used(caplog):
     assert "pieces differ" in caplog.text
 
 
+def factory_with(monkeypatch, tokenizer, every: int = 1000, mode: str = "auto") -> DetokenizerFactory:
+    monkeypatch.setenv("ATOM_DETOKENIZER_DELTA_REUSE", mode)
+    monkeypatch.setenv("ATOM_DETOKENIZER_AUDIT_EVERY", str(every))
+    return DetokenizerFactory(tokenizer)
+
+
+class Turncoat:
+    """A tokenizer whose decode becomes another one after a while."""
+
+    def __init__(self, backend: Tokenizer):
+        self.backend = backend
+        self.is_changed = False
+
+    def decode(self, ids, skip_special_tokens=True):
+        text = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text.replace("a", "b") if self.is_changed else text
+
+
+def test_reuse_off_decodes_windows_and_on_skips_the_probe(monkeypatch, caplog):
+    tokenizer, kind = TOKENIZERS["byte-level"]
+    changed = Turncoat(tokenizer)
+    changed.is_changed = True
+    assert type(factory_with(monkeypatch, tokenizer, mode="OFF").create()) is WindowDetokenizer
+    assert type(factory_with(monkeypatch, changed, mode="auto").create()) is WindowDetokenizer
+    assert type(factory_with(monkeypatch, changed, mode="on").create()) is kind
+    assert type(factory_with(monkeypatch, tokenizer, mode="sometimes").create()) is WindowDetokenizer
+    assert type(factory_with(monkeypatch, DecodeOnly(tokenizer), mode="on").create()) is WindowDetokenizer
+    assert "has no fixed pieces" in caplog.text
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_an_audit_of_every_update_finds_nothing(name, data):
+    tokenizer, kind = TOKENIZERS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        factory = factory_with(patch, tokenizer, every=1)
+    size = tokenizer.get_vocab_size()
+    common = st.integers(max(0, size - 24), size - 1)
+    ids = data.draw(st.lists(st.integers(0, size + 1) | common, max_size=60))
+    ids = ids * data.draw(st.sampled_from([1, 9]))  # long enough to forget the first
+    step = data.draw(st.integers(1, 7))
+    detokenizer = factory.create()
+    deltas = [detokenizer.update(ids[at : at + step]) for at in range(0, len(ids), step)]
+    assert "".join(deltas) + detokenizer.update([], finished=True) == tokenizer.decode(ids)
+    assert type(factory.create()) is kind, "the audit failed"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("num_before", [1, 5, 400])
+def test_a_failed_audit_answers_from_the_decode_from_then_on(monkeypatch, caplog, name, num_before):
+    tokenizer, kind = TOKENIZERS[name]
+    changing = Turncoat(tokenizer)
+    factory = factory_with(monkeypatch, changing, every=2 * num_before + 2)
+    a = tokenizer.token_to_id("a")
+    audited, bystander = factory.create(), factory.create()
+    for _ in range(num_before):
+        assert audited.update([a]) == bystander.update([a]) == "a"
+    changing.is_changed = True
+    assert bystander.update([a]) == "a"  # not audited: nobody has noticed
+    assert audited.update([a]) == "b"
+    assert bystander.update([a, a]) == "bb" and audited.update([a], finished=True) == "b"
+    assert type(factory.create()) is type(factory.create(skip_special_tokens=False)) is WindowDetokenizer
+    assert [r.levelname for r in caplog.records].count("ERROR") == 1
+
+
+def test_an_audit_comes_after_so_many_updates_of_all_answers(monkeypatch):
+    tokenizer, _ = TOKENIZERS["byte-level"]
+    changing = Turncoat(tokenizer)
+    num_decodes = []
+    decode = changing.decode
+    changing.decode = lambda *args, **kwargs: num_decodes.append(1) or decode(*args, **kwargs)
+    factory = factory_with(monkeypatch, changing, every=10, mode="on")
+    answers = [factory.create() for _ in range(3)]
+    for step in range(1, 31):
+        answers[step % 3].update([65])
+        assert len(num_decodes) == step // 10
+
+
+def test_an_audit_starts_over_text_that_the_decoder_would_strip(monkeypatch):
+    """Skipped ids alone before a space: a decode that starts there loses the space, the answer must not."""
+    tokenizer, kind = TOKENIZERS["llama-like"]
+    factory = factory_with(monkeypatch, tokenizer, every=1, mode="on")
+    detokenizer = factory.create()
+    hello = tokenizer.token_to_id("▁Hello")
+    ids = [hello, *[1] * 200, hello, *[1] * 40, hello]
+    text = "".join(detokenizer.update([i]) for i in ids)
+    assert text == tokenizer.decode(ids) == "Hello Hello Hello"
+    assert type(factory.create()) is kind
+
+
 @pytest.mark.real_model
 def test_demo_tokenizer_streams_what_it_decodes():
     from atom.errors import ConfigError

@@ -89,6 +89,10 @@ class Config:
     # scheduling
     max_model_len: int | None = opt(None, "Longest prompt plus answer; None: the model's own limit.", lo=1)
     max_num_seqs: int = opt(512, "Most requests that run at once.", lo=1)
+    max_queued_requests: int = opt(4096, "Most answers that wait at a server; beyond it: HTTP 429.", lo=1)
+    max_queued_tokens: int = opt(
+        4_194_304, "Most prompt tokens of those that wait at a server; beyond it: HTTP 429.", lo=1
+    )
     max_num_batched_tokens: int | None = opt(
         None, "Most tokens in a step; None: 16384, and on the CPU about 200 ms of work.", lo=1
     )

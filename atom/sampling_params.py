@@ -43,6 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] | None = None
     logprobs: bool | int | None = None  # True or 0: the chosen token alone; k: the k best as well
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True  # False: their text is part of the answer, but for one that ends it
 
     def __post_init__(self) -> None:
         t = self.temperature

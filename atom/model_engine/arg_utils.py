@@ -75,6 +75,8 @@ class EngineArgs:
 
     max_model_len: int | None = same("max_model_len")
     max_num_seqs: int = same("max_num_seqs")
+    max_queued_requests: int = same("max_queued_requests")
+    max_queued_tokens: int = same("max_queued_tokens")
     max_num_batched_tokens: int | None = same("max_num_batched_tokens")
     enable_chunked_prefill: bool = same("enable_chunked_prefill")
     long_prefill_token_threshold: int = same("long_prefill_token_threshold")
@@ -277,5 +279,17 @@ def add_server_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--disable-uvicorn-access-log", action="store_true", help="Do not log every HTTP request.")
     add("--chat-template", help="Chat template: a file or the template itself.")
     add("--default-chat-template-kwargs", type=json_object, help="Template variables; a request's own win.")
+    add(
+        "--tool-call-parser",
+        default="auto",
+        help="How the model writes tool calls: a dialect, auto (by template and model type) or none.",
+    )
+    add(
+        "--reasoning-parser",
+        default="auto",
+        help="How the model marks its thinking: a dialect, auto (by template and model type) or none.",
+    )
+    add("--stop-in-reasoning", action="store_true", help="Match stop strings in the thinking as well.")
+    add("--strict-fields", action="store_true", help="Refuse request fields that are not known (400).")
     add("--served-model-name", help="Name of the model in the API; default: --model as given.")
     return parser

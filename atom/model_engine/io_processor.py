@@ -15,12 +15,14 @@ import numpy as np
 
 from atom.config import Config
 from atom.errors import ContextLengthError, RequestError
+from atom.model_engine.answer_stops import StopGate
 from atom.model_engine.detokenizer import DetokenizerFactory
 from atom.model_engine.messages import Abort, AddRequests, NewRequest, ShippedChain, StepOutput
 from atom.model_engine.outputs import RequestOutput
-from atom.model_engine.request_state import AnswerState, RequestState, Sink
+from atom.model_engine.queue_bound import QueueBound
+from atom.model_engine.request_state import AnswerState, RequestState, Sink, make_stop_checker
 from atom.model_engine.scheduling.prefix_hash import hash_prompt, mix_seed
-from atom.model_engine.stop_strings import StopChecker, special_stop_ids
+from atom.model_engine.stop_strings import special_stop_ids
 from atom.model_loader.tokenize_cache import enable_tokenize_cache
 from atom.model_loader.tokenizer import Tokenizer
 from atom.sampling_params import SamplingParams
@@ -59,6 +61,7 @@ class InputOutputProcessor:
         self.eos_ids = frozenset(eos_ids)
         self.limits = Limits(0, 0)  # set once the engine is ready
         self.requests: dict[str, RequestState] = {}
+        self.queue = QueueBound(config.max_queued_requests, config.max_queued_tokens)
         self._answers: dict[int, AnswerState] = {}
         self._detokenizers = DetokenizerFactory(tokenizer)
         self._config = config
@@ -97,10 +100,13 @@ class InputOutputProcessor:
         sinks: list[Sink],
         request_ids: list[str],
         priority: int = 0,
+        stop_gate: StopGate | None = None,
+        is_bounded: bool = False,
     ) -> AddRequests:
-        """Register requests and build the message that starts them; all or none.
+        """Register requests and build the message that starts them; all or none. ``is_bounded``: refuse what
+        would pass the bounds of the queue.
 
-        Raises ContextLengthError, RequestError.
+        Raises ContextLengthError, RequestError, QueueFullError.
         """
         now = time.monotonic()
         message = AddRequests([], [])
@@ -120,15 +126,19 @@ class InputOutputProcessor:
                 )
                 message.requests.append(msgspec.structs.replace(request, id=seq_id, params=seeded))
                 message.chains.append(prompt.chain)
-                stops = StopChecker(param.stop_strings) if param.stop_strings else None
-                detokenizer = self._detokenizers.create()
-                state.answers.append(AnswerState(seq_id, index, state, detokenizer, stops, special_stops))
+                stops = make_stop_checker(param.stop_strings, stop_gate)
+                detokenizer = self._detokenizers.create(param.skip_special_tokens)
+                answer = AnswerState(seq_id, index, state, detokenizer, stops, special_stops)
+                state.answers.append(answer)
         with self._lock:
             seen: set[str] = set()
             for request_id in request_ids:
                 if request_id in self.requests or request_id in seen:
                     raise RequestError(f"request id {request_id!r} is in use", param="request_id")
                 seen.add(request_id)
+            num_answers = sum(len(state.answers) for state in states)
+            num_tokens = sum(state.num_prompt_tokens * len(state.answers) for state in states)
+            self.queue.enter(num_answers, num_tokens, is_bounded=is_bounded)
             for state in states:
                 self.requests[state.request_id] = state
                 for answer in state.answers:
@@ -152,7 +162,9 @@ class InputOutputProcessor:
         return NewRequest(
             id=0,
             token_ids=np.asarray(prompt.token_ids, np.int32).tobytes(),
-            params=msgspec.structs.replace(params, seed=seed, n=1, stop_strings=None, bad_words=None),
+            params=msgspec.structs.replace(
+                params, seed=seed, n=1, stop_strings=None, bad_words=None, skip_special_tokens=True
+            ),
             stop_ids=sorted(stop_ids),
             max_output_tokens=max_output,
             arrival_time=now,
@@ -216,6 +228,8 @@ class InputOutputProcessor:
             if answer is None:
                 continue  # aborted here; the engine has yet to hear of it
             event = events.get(i)
+            if not answer.has_started:
+                self._leave_queue(answer, is_served=True)
             output = answer.advance(new_ids, event)
             outputs.append((answer.request.sink, output))
             if output.finished:
@@ -227,8 +241,15 @@ class InputOutputProcessor:
                 self._close_answer(answer)
         return outputs, abort
 
+    def _leave_queue(self, answer: AnswerState, *, is_served: bool) -> None:
+        with self._lock:
+            if not answer.has_started:
+                answer.has_started = True
+                self.queue.leave(answer.request.num_prompt_tokens, is_served=is_served)
+
     def _close_answer(self, answer: AnswerState) -> None:
         request = answer.request
+        self._leave_queue(answer, is_served=False)
         with self._lock:
             if self._answers.pop(answer.seq_id, None) is None:
                 return

@@ -21,6 +21,7 @@ from typing import Any
 from atom import errors
 from atom.config import Config, check_supported
 from atom.errors import AtomError, EngineDeadError, RequestError
+from atom.model_engine.answer_stops import StopGate
 from atom.model_engine.engine_client import EngineClient, InProcessClient
 from atom.model_engine.io_processor import InputOutputProcessor, Limits, Prompt
 from atom.model_engine.messages import Failed, Metrics, Progress, Ready, StepOutput, Utility, UtilityResponse
@@ -91,6 +92,7 @@ class LLMEngine:
         self._executor = ThreadPoolExecutor(max_workers=2, thread_name_prefix="preprocess")
         try:
             files = ModelFiles.resolve(config.model)
+            self._model_type: str | None = files.hf_config.get("model_type")
             self.tokenizer = tokenizer or files.load_tokenizer()
             self._io = InputOutputProcessor(config, self.tokenizer, self.tokenizer.eos_ids)
             self._wait_until_ready(StartupProgress(show_progress))
@@ -149,17 +151,24 @@ class LLMEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        stop_gate: StopGate | None = None,
     ) -> RequestStream:
         """Start a request; iterate over its deltas. Call on an event loop, with what ``preprocess`` gave
-        (anything else is tokenized here and now).
+        (anything else is tokenized here and now). Stop strings sleep until ``stop_gate`` says that the answer
+        begins.
 
-        Raises RequestError, ContextLengthError at once, EngineDeadError when the engine is gone.
+        Raises RequestError, ContextLengthError, QueueFullError at once, EngineDeadError when the engine is gone.
         """
         if not isinstance(prompt, Prompt):
             prompt = self._io.tokenize(prompt, cache_salt)
         request_id = request_id or self._next_request_id()
         stream = RequestStream(params.n, lambda: self.abort(request_id), asyncio.get_running_loop())
-        self._submit([prompt], [params], [stream], [request_id], priority)
+        if self._death is not None:
+            raise self._death
+        message = self._io.add(
+            [prompt], [params], [stream], [request_id], priority, stop_gate, is_bounded=True
+        )
+        self._client.send(message)
         return stream
 
     def add_request(
@@ -258,11 +267,10 @@ class LLMEngine:
         params: list[SamplingParams],
         sinks: list[Sink],
         request_ids: list[str],
-        priority: int = 0,
     ) -> None:
         if self._death is not None:
             raise self._death
-        message = self._io.add(prompts, params, sinks, request_ids, priority)
+        message = self._io.add(prompts, params, sinks, request_ids)
         self._client.send(message)
 
     def _as_lists(self, prompts, sampling_params, request_ids):
@@ -370,8 +378,8 @@ class LLMEngine:
         return self._snapshot
 
     def info(self) -> dict[str, Any]:
-        """Device, dtype, backends, cache size and start-up phases (seconds)."""
-        return {**self._info, "startup_phases": self.phases}
+        """Model type, device, dtype, backends, cache size and start-up phases (seconds)."""
+        return {**self._info, "model_type": self._model_type, "startup_phases": self.phases}
 
     def on_death(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, from the output thread, when the engine dies."""

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from atom.core import TokenLogprobs, openai_finish_reason
+from atom.model_engine.answer_stops import AnswerStopChecker, StopGate
 from atom.model_engine.detokenizer import Detokenizer
 from atom.model_engine.messages import Logprobs, RequestEvent
 from atom.model_engine.outputs import RequestOutput
@@ -59,6 +60,7 @@ class AnswerState:
         "index",
         "request",
         "finished",
+        "has_started",
         "num_output_tokens",
         "num_cached_tokens",
         "_detokenizer",
@@ -72,13 +74,14 @@ class AnswerState:
         index: int,
         request: RequestState,
         detokenizer: Detokenizer,
-        stops: StopChecker | None,
+        stops: StopChecker | AnswerStopChecker | None,
         special_stops: dict[int, str],
     ):
         self.seq_id = seq_id
         self.index = index
         self.request = request
         self.finished = False
+        self.has_started = False  # it has a first token, or was given up: it waits no longer
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self._detokenizer = detokenizer
@@ -91,7 +94,10 @@ class AnswerState:
         output = RequestOutput(self.request.request_id, self.index, "", new_ids)
         if event is not None:
             self._take_event(event, output)
-        text = self._detokenizer.update(new_ids, output.finished)
+        shown_ids = new_ids
+        if output.finished and not self.request.params.skip_special_tokens and output.finish_reason == "stop":
+            shown_ids = new_ids[:-1]  # what ends the answer is not part of it
+        text = self._detokenizer.update(shown_ids, output.finished)
         if self._stops is not None:
             text, matched = self._stops.feed(text)
             if matched is not None:
@@ -124,6 +130,15 @@ class AnswerState:
                 token_id = int(reason[5:])
                 if token_id not in self.request.eos_ids:
                     output.stop_reason = self._special_stops.get(token_id, token_id)
+
+
+def make_stop_checker(
+    stops: list[str] | None, gate: StopGate | None
+) -> StopChecker | AnswerStopChecker | None:
+    """What finds the stop strings of one answer: everywhere, or from where ``gate`` says that it begins."""
+    if not stops:
+        return None
+    return StopChecker(stops) if gate is None else AnswerStopChecker(stops, gate)
 
 
 def _logprobs(entry: Logprobs) -> TokenLogprobs:

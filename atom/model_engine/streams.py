@@ -50,6 +50,10 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     # -- event loop
 
+    @property
+    def has_unread(self) -> bool:
+        return bool(self._unread)
+
     def deliver(self, output: RequestOutput) -> None:
         earlier = self._unread.get(output.index)
         self._unread[output.index] = output if earlier is None else merge(earlier, output)

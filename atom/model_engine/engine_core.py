@@ -17,7 +17,7 @@ from typing import Any
 
 from atom.config import Config
 from atom.core import ScheduledBatch
-from atom.errors import ConfigError
+from atom.errors import AtomError, ConfigError
 from atom.kv_transfer.connector import KVConnector, NullConnector
 from atom.model_engine.messages import (
     Abort,
@@ -50,11 +50,19 @@ INTEGRITY_CHECK_INTERVAL_S = 1.0
 
 
 def load_worker_class(qualname: str) -> type[Worker]:
-    """The worker class named ``package.module.Class``. Raises ConfigError if there is none."""
+    """The worker class named ``package.module.Class``.
+
+    Raises:
+        ConfigError: there is none.
+        AtomError: there is, and something that it needs is missing or broken.
+    """
     module, _, name = qualname.rpartition(".")
     try:
         worker_class = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        if isinstance(error, ImportError) and not is_absent:
+            raise AtomError(f"{module} cannot be imported: {error} (see atom doctor)") from error
         raise ConfigError(f"runner_qualname {qualname!r} cannot be loaded: {error}") from error
     if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
         raise ConfigError(f"runner_qualname {qualname!r} is not a Worker")
@@ -89,9 +97,11 @@ class EngineCore:
         self._phases = phases or StartupPhases()
         self._page = page
         self._pending: tuple[ScheduledBatch, Any] | None = None  # launched, not committed (overlapped loop)
-        self._step: Callable[[], bool] = self._step_plain
+        # A plain function: a bound method here would be a cycle, and keep the memory until a full collection.
+        self._step: Callable[[EngineCore], bool] = EngineCore._step_plain
         self._num_steps = 0
         self._checked_at = 0.0
+        self._is_unchecked = False  # whether requests came or went since the last check of the books
         self._metrics_at = 0.0
         self._metrics_interval_s = envs.ATOM_METRICS_UPDATE_INTERVAL_S
 
@@ -119,7 +129,7 @@ class EngineCore:
         self.worker.allocate(groups)
         self.scheduler = Scheduler(self.worker.scheduler_config(), groups, self._connector)
         if self.worker.uses_overlapped_loop():
-            self._step = self._step_overlapped
+            self._step = EngineCore._step_overlapped
 
     def close(self) -> None:
         self.worker.close()
@@ -137,6 +147,7 @@ class EngineCore:
                     message.ids, message.keep_tokens, message.reasons, strict=True
                 ):
                     self.scheduler.abort(seq_id, keep, reason)
+                self._is_unchecked = True
             case Utility():
                 self._emit(self._run_utility(message))
             case Shutdown():
@@ -163,12 +174,13 @@ class EngineCore:
 
     def step(self) -> bool:
         """One iteration of the chosen loop; False when nothing could run (all that is left waits)."""
-        did_work = self._step()
+        did_work = self._step(self)
         self._num_steps += 1
         if self._page is not None:
             self._page.end_step(self._num_steps)
+        self._is_unchecked = True
         if not self.has_work:
-            self._check_integrity()
+            self.rest()
         return did_work
 
     def _step_plain(self) -> bool:
@@ -211,11 +223,12 @@ class EngineCore:
         if result.seqs:
             self._emit(result.to_message())
 
-    def _check_integrity(self) -> None:
+    def rest(self) -> None:
+        """What is done while there is no work: the books over the cache are checked once after the last step."""
         now = time.monotonic()
-        if now - self._checked_at < INTEGRITY_CHECK_INTERVAL_S:
+        if not self._is_unchecked or now - self._checked_at < INTEGRITY_CHECK_INTERVAL_S:
             return
-        self._checked_at = now
+        self._checked_at, self._is_unchecked = now, False
         problems = self.scheduler.check_integrity(repair=True)
         if problems:
             logger.error("KV cache accounting was wrong and has been rebuilt: %s", "; ".join(problems[:5]))

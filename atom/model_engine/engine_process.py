@@ -91,6 +91,8 @@ def run_loop(core, sockets: EngineSockets) -> None:
         if core.has_work:
             did_work = agreement.may_schedule and core.step()
             wait_ms = 0 if did_work else BLOCKED_WAIT_MS
+        else:
+            core.rest()
         core.push_metrics_if_due(time.monotonic())
 
 

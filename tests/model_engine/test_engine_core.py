@@ -1,10 +1,14 @@
 """The engine core by messages: both loops, stops, aborts, utilities, failures that stay alone."""
 
+import gc
+import weakref
+
 import pytest
 
 from atom.config import Config
 from atom.core import BatchOutput
-from atom.errors import ConfigError
+from atom.errors import AtomError, ConfigError
+from atom.model_engine import engine_core
 from atom.model_engine.engine_core import load_worker_class
 from atom.model_engine.messages import Abort, Metrics, Ready, Utility, UtilityResponse
 from atom.model_engine.runner.scripted_worker import ScriptedWorker
@@ -142,3 +146,37 @@ def test_metrics_are_pushed_on_the_engines_clock():
 def test_a_wrong_worker_class_is_a_configuration_error(name):
     with pytest.raises(ConfigError, match="runner_qualname"):
         load_worker_class(name)
+
+
+def test_a_worker_that_cannot_be_imported_is_not_the_users_mistake(tmp_path, monkeypatch):
+    (tmp_path / "broken_worker.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(AtomError, match="broken_worker cannot be imported: undefined symbol") as raised:
+        load_worker_class("broken_worker.Worker")
+    assert not isinstance(raised.value, ConfigError)
+
+
+def test_the_books_are_checked_after_an_abort_that_leaves_nothing_to_do(monkeypatch):
+    driver = make_driver()
+    monkeypatch.setattr(engine_core, "INTEGRITY_CHECK_INTERVAL_S", 0.0)
+    checks = []
+    monkeypatch.setattr(driver.core.scheduler, "check_integrity", lambda repair: checks.append(repair) or [])
+    driver.add({1: [5] * 40}, SamplingParams(temperature=0.0, max_tokens=50))
+    driver.core.step()
+    driver.core.handle(Abort([1], [-1], ["aborted"]))
+    assert not driver.core.has_work and not checks
+    driver.core.rest()
+    driver.core.rest()
+    assert checks == [True]
+
+
+def test_a_core_is_gone_with_its_last_reference(loop):
+    driver = make_driver(loop)
+    core = weakref.ref(driver.core)
+    gc.disable()
+    try:
+        driver.core.close()
+        driver.core = None
+        assert core() is None
+    finally:
+        gc.enable()

@@ -54,6 +54,7 @@ def echo_server(echo_model) -> Iterator[ServerProcess]:
 def start_echo_server(model: Path) -> ServerProcess:
     """A server that answers with the prompt, a token each 2 ms."""
     flags = ("--max-model-len", str(SCRIPTED_CONTEXT), "--chat-template", ALTERNATING_TEMPLATE)
+    flags += ("--max-consecutive-prefill-steps", "1")  # what a real model has on the CPU
     return ServerProcess(model, *flags, fields={**PACED, "num_kvcache_blocks": 8192})
 
 

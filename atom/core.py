@@ -44,6 +44,7 @@ class Sequence:
         "params",
         "stop_ids",
         "bad_word_ids",
+        "guide",
         "max_output_tokens",
         "status",
         "leave_reason",
@@ -79,6 +80,7 @@ class Sequence:
         *,
         stop_ids: frozenset[int] = frozenset(),
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
+        guide: Any = None,
         max_output_tokens: int,
         hash_seed: int = 0,
         cache_salted: bool = False,
@@ -91,6 +93,7 @@ class Sequence:
         self.params = params
         self.stop_ids = stop_ids  # ids that end the answer; empty under ignore_eos
         self.bad_word_ids = bad_word_ids
+        self.guide = guide  # messages.CompiledGuide: ids are chosen within a grammar
         self.max_output_tokens = max_output_tokens
         self.status = SequenceStatus.WAITING
         self.leave_reason = (
@@ -204,6 +207,19 @@ class TokenLogprobs:
     rank: int  # 1 = the most likely
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class TokenMasks:
+    """Which ids the guided rows of a step may take.
+
+    ``bits`` is a NumPy array [at least len(rows), ceil(vocab / 32)] int32: logits row ``rows[i]`` may take id t
+    if bit ``t % 32`` of ``bits[i, t // 32]`` is set, and no id past its end.
+    """
+
+    rows: list[int]
+    bits: Any
+    ended: set[int] = field(default_factory=set)  # of ``rows``: only an end id is left
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ import math
 import msgspec
 
 from atom.errors import RequestError
+from atom.guide import Guide
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
@@ -43,6 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] | None = None
     logprobs: bool | int | None = None  # True or 0: the chosen token alone; k: the k best as well
     prompt_logprobs: int | None = None
+    guide: Guide | None = None  # what the answer has to look like
     skip_special_tokens: bool = True  # False: their text is part of the answer, but for one that ends it
 
     def __post_init__(self) -> None:
@@ -63,6 +65,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, field)
             _check(-2 <= value <= 2, field, "in [-2, 2]", value)
         _check(0 < self.repetition_penalty <= 10, "repetition_penalty", "in (0, 10]", self.repetition_penalty)
+        if self.guide is not None:
+            rule = "false with a guide: the answer ends where its grammar ends"
+            _check(not self.ignore_eos, "ignore_eos", rule, self.ignore_eos)
         self._check_lists()
         if not isinstance(self.logprobs, bool) and self.logprobs is not None:
             _check(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"in [0, {MAX_LOGPROBS}]", self.logprobs)

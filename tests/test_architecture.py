@@ -15,7 +15,14 @@ MAX_LINES = 600
 # Bottom to top; a module imports its own line and the lines before it. The longest prefix counts.
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("atom.errors", "atom.utils.envs", "atom.utils.env_table", "atom.utils.env_var", "atom.utils.suggest"),
-    ("atom.core", "atom.config", "atom.config_fields", "atom.config_parts", "atom.sampling_params"),
+    (
+        "atom.core",
+        "atom.config",
+        "atom.config_fields",
+        "atom.config_parts",
+        "atom.sampling_params",
+        "atom.guide",
+    ),
     ("atom.platforms",),
     ("atom.utils",),
     ("atom.runtime",),
@@ -100,6 +107,8 @@ TORCH_FREE = (
     "atom.model_engine.outputs",
     "atom.model_engine.scheduler",
     "atom.model_engine.stop_strings",
+    "atom.model_engine.structured.guide_compiler",
+    "atom.model_engine.structured.guide_manager",
     "atom.model_loader.hf_config",
     "atom.model_loader.tokenizer",
     "atom.platforms",

@@ -35,6 +35,7 @@ from atom.model_engine.request_intake import make_sequence
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import Scheduler, StepResult
 from atom.model_engine.step_coordinator import NullCoordinator, StepCoordinator
+from atom.model_engine.structured.guide_manager import GuideManager
 from atom.runtime.liveness import LivenessPage
 from atom.runtime.startup_phases import StartupPhases, format_phases
 from atom.utils import envs
@@ -47,6 +48,7 @@ logger = init_logger(__name__)
 STEP_ALLOWANCE_S = 30.0
 STEP_ALLOWANCE_PER_TOKEN_S = 0.25
 INTEGRITY_CHECK_INTERVAL_S = 1.0
+_NO_ERRORS: dict[int, str] = {}
 
 
 def load_worker_class(qualname: str) -> type[Worker]:
@@ -96,7 +98,9 @@ class EngineCore:
         self._emit = emit
         self._phases = phases or StartupPhases()
         self._page = page
-        self._pending: tuple[ScheduledBatch, Any] | None = None  # launched, not committed (overlapped loop)
+        self._guides = GuideManager()
+        # Launched, not committed (overlapped loop): batch, handle, and why rows failed.
+        self._pending: tuple[ScheduledBatch, Any, dict[int, str]] | None = None
         # A plain function: a bound method here would be a cycle, and keep the memory until a full collection.
         self._step: Callable[[EngineCore], bool] = EngineCore._step_plain
         self._num_steps = 0
@@ -141,13 +145,18 @@ class EngineCore:
         match message:
             case AddRequests():
                 for request, chain in zip(message.requests, message.chains, strict=True):
-                    self.scheduler.add(make_sequence(request, chain, self.config.kv_cache_block_size))
+                    guide = message.guides[request.guide] if request.guide >= 0 else None
+                    seq = make_sequence(request, chain, self.config.kv_cache_block_size, guide)
+                    self.scheduler.add(seq)
+                    if guide is not None:
+                        self._guides.add(seq)
             case Abort():
+                self._is_unchecked = True
                 for seq_id, keep, reason in zip(
                     message.ids, message.keep_tokens, message.reasons, strict=True
                 ):
                     self.scheduler.abort(seq_id, keep, reason)
-                self._is_unchecked = True
+                self._guides.drop_finished()
             case Utility():
                 self._emit(self._run_utility(message))
             case Shutdown():
@@ -188,26 +197,37 @@ class EngineCore:
         if batch is None:
             return False
         handle = self.worker.launch(batch)
-        self.worker.sample(handle)
-        self._commit(batch, handle)
+        self._commit(batch, handle, self._sample(batch, handle))
         return True
 
     def _step_overlapped(self) -> bool:
         batch = self._schedule()
         handle = None
         is_late = False
+        errors = _NO_ERRORS
         if batch is not None:
             handle = self.worker.launch(batch)
-            is_late = self.worker.needs_late_mask(handle)
+            is_late = self.worker.needs_late_mask(handle) or (
+                bool(self._guides.live) and self._guides.needs_masks(batch)
+            )
             if not is_late:
                 self.worker.sample(handle)
         if self._pending is not None:
             self._commit(*self._pending)
         if is_late:  # its mask depends on the ids just committed
-            self.worker.sample(handle)
+            errors = self._sample(batch, handle)
         did_work = batch is not None or self._pending is not None
-        self._pending = None if batch is None else (batch, handle)
+        self._pending = None if batch is None else (batch, handle, errors)
         return did_work
+
+    def _sample(self, batch: ScheduledBatch, handle: Any) -> dict[int, str]:
+        """Sample with the masks of guided rows, made while the device computes. Why rows failed, by batch index."""
+        if not self._guides.live:
+            self.worker.sample(handle)
+            return _NO_ERRORS
+        masks, errors = self._guides.masks(batch)
+        self.worker.sample(handle, masks)
+        return errors
 
     def _schedule(self) -> ScheduledBatch | None:
         batch = self.scheduler.schedule()
@@ -218,10 +238,15 @@ class EngineCore:
             self._page.begin_step(STEP_ALLOWANCE_S + STEP_ALLOWANCE_PER_TOKEN_S * batch.num_tokens)
         return batch
 
-    def _commit(self, batch: ScheduledBatch, handle: Any) -> None:
-        result = self.scheduler.commit(batch, self.worker.wait(handle))
+    def _commit(self, batch: ScheduledBatch, handle: Any, errors: dict[int, str]) -> None:
+        output = self.worker.wait(handle)
+        if errors:
+            output.errors = (output.errors or {}) | errors
+        result = self.scheduler.commit(batch, output)
         if result.seqs:
             self._emit(result.to_message())
+        if self._guides.live:
+            self._guides.drop_finished()
 
     def rest(self) -> None:
         """What is done while there is no work: the books over the cache are checked once after the last step."""
@@ -277,6 +302,7 @@ _UTILITIES: dict[str, Callable[..., Any]] = {
     "get_cache_statistics": lambda core: core.scheduler.stats(),
     "get_metrics_statistics": lambda core: core.stats(),
     "check_integrity": lambda core: core.scheduler.check_integrity(),
+    "prepare_guides": lambda core, backend, vocabulary=b"": core._guides.prepare(backend, vocabulary),
     "start_profile": lambda core, directory=None: core.worker.start_profile(directory),
     "stop_profile": lambda core: core.worker.stop_profile(),
 }

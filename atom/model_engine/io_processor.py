@@ -17,7 +17,14 @@ from atom.config import Config
 from atom.errors import ContextLengthError, RequestError
 from atom.model_engine.answer_stops import StopGate
 from atom.model_engine.detokenizer import DetokenizerFactory
-from atom.model_engine.messages import Abort, AddRequests, NewRequest, ShippedChain, StepOutput
+from atom.model_engine.messages import (
+    Abort,
+    AddRequests,
+    CompiledGuide,
+    NewRequest,
+    ShippedChain,
+    StepOutput,
+)
 from atom.model_engine.outputs import RequestOutput
 from atom.model_engine.queue_bound import QueueBound
 from atom.model_engine.request_state import AnswerState, RequestState, Sink, make_stop_checker
@@ -102,6 +109,7 @@ class InputOutputProcessor:
         priority: int = 0,
         stop_gate: StopGate | None = None,
         is_bounded: bool = False,
+        guides: list[CompiledGuide | None] | None = None,
     ) -> AddRequests:
         """Register requests and build the message that starts them; all or none. ``is_bounded``: refuse what
         would pass the bounds of the queue.
@@ -111,7 +119,11 @@ class InputOutputProcessor:
         now = time.monotonic()
         message = AddRequests([], [])
         states = []
-        for prompt, param, sink, request_id in zip(prompts, params, sinks, request_ids, strict=True):
+        shipped = _Guides(message)
+        guides = guides or [None] * len(prompts)
+        for prompt, param, sink, request_id, guide in zip(
+            prompts, params, sinks, request_ids, guides, strict=True
+        ):
             max_output = self._max_output_tokens(len(prompt), param)
             self._check_params(param)
             ends = frozenset() if param.ignore_eos else self.eos_ids
@@ -119,6 +131,7 @@ class InputOutputProcessor:
             states.append(state)
             special_stops = special_stop_ids(param.stop_strings or [], self.tokenizer)
             request = self._new_request(prompt, param, special_stops, max_output, now, priority)
+            request.guide = shipped.index(param, guide)
             for index in range(param.n):
                 seq_id = next(self._ids)
                 seeded = msgspec.structs.replace(
@@ -163,7 +176,13 @@ class InputOutputProcessor:
             id=0,
             token_ids=np.asarray(prompt.token_ids, np.int32).tobytes(),
             params=msgspec.structs.replace(
-                params, seed=seed, n=1, stop_strings=None, bad_words=None, skip_special_tokens=True
+                params,
+                seed=seed,
+                n=1,
+                guide=None,
+                stop_strings=None,
+                bad_words=None,
+                skip_special_tokens=True,
             ),
             stop_ids=sorted(stop_ids),
             max_output_tokens=max_output,
@@ -277,6 +296,26 @@ class InputOutputProcessor:
             self._answers.clear()
         for request in requests:
             request.sink.fail(error)
+
+
+class _Guides:
+    """The compiled guides of a message, each once."""
+
+    def __init__(self, message: AddRequests):
+        self._shipped = message.guides = []
+        self._indices: dict[tuple[bytes, str], int] = {}
+
+    def index(self, params: SamplingParams, guide: CompiledGuide | None) -> int:
+        """Where the guide of a request is; -1 for none. Raises RequestError for one that is not compiled."""
+        if guide is None:
+            if params.guide is not None:
+                raise RequestError("guide has to be compiled first (LLMEngine.compile_guide)", param="guide")
+            return -1
+        key = (guide.key, guide.start_after)
+        if key not in self._indices:
+            self._indices[key] = len(self._shipped)
+            self._shipped.append(guide)
+        return self._indices[key]
 
 
 def _sibling_seed(seed: int, index: int) -> int:

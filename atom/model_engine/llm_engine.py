@@ -21,14 +21,25 @@ from typing import Any
 from atom import errors
 from atom.config import Config, check_supported
 from atom.errors import AtomError, EngineDeadError, RequestError
+from atom.guide import Guide
 from atom.model_engine.answer_stops import StopGate
 from atom.model_engine.engine_client import EngineClient, InProcessClient
 from atom.model_engine.io_processor import InputOutputProcessor, Limits, Prompt
-from atom.model_engine.messages import Failed, Metrics, Progress, Ready, StepOutput, Utility, UtilityResponse
+from atom.model_engine.messages import (
+    CompiledGuide,
+    Failed,
+    Metrics,
+    Progress,
+    Ready,
+    StepOutput,
+    Utility,
+    UtilityResponse,
+)
 from atom.model_engine.outputs import RequestOutput
 from atom.model_engine.progress import GenerationBar, StartupProgress
 from atom.model_engine.request_state import Sink
 from atom.model_engine.streams import Answer, CallbackSink, CollectingSink, RequestStream, StreamCallback
+from atom.model_engine.structured.guide_compiler import GuideCompiler, make_vocabulary
 from atom.model_loader.model_files import ModelFiles
 from atom.model_loader.tokenizer import Tokenizer
 from atom.runtime.liveness import Health
@@ -39,6 +50,7 @@ from atom.utils.logging import init_logger
 logger = init_logger(__name__)
 
 _POLL_S = 0.2
+_PREPARE_POLL_S = 0.02
 UTILITY_TIMEOUT_S = 300.0
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
@@ -95,6 +107,9 @@ class LLMEngine:
             self._model_type: str | None = files.hf_config.get("model_type")
             self.tokenizer = tokenizer or files.load_tokenizer()
             self._io = InputOutputProcessor(config, self.tokenizer, self.tokenizer.eos_ids)
+            self._guides = GuideCompiler(
+                lambda: make_vocabulary(self.tokenizer, self.vocab_size), self._prepare_guides
+            )
             self._wait_until_ready(StartupProgress(show_progress))
         except BaseException:
             self._client.stop(time.monotonic() + envs.ATOM_SHUTDOWN_TIMEOUT_S)
@@ -143,6 +158,23 @@ class LLMEngine:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self._io.tokenize, prompt, cache_salt)
 
+    async def compile_guide(self, guide: Guide) -> CompiledGuide:
+        """Compile a guide in a process of its own, or find it compiled; for :meth:`stream`.
+
+        Raises:
+            RequestError: it does not compile (in the library's words), takes too long, or no library is installed.
+            QueueFullError: too many guides wait.
+        """
+        # Shielded: others may wait for the same guide.
+        return await asyncio.shield(asyncio.wrap_future(self._guides.submit(guide)))
+
+    def _prepare_guides(self, backend: str, vocabulary: bytes) -> None:
+        """Wait until the engine has loaded a grammar library. Raises AtomError with the engine's words."""
+        args: dict[str, Any] = {"vocabulary": vocabulary}
+        while not self.call_utility("prepare_guides", backend=backend, **args):
+            args = {}
+            time.sleep(_PREPARE_POLL_S)
+
     def stream(
         self,
         prompt: Prompt | PromptLike,
@@ -152,10 +184,11 @@ class LLMEngine:
         cache_salt: str | None = None,
         priority: int = 0,
         stop_gate: StopGate | None = None,
+        guide: CompiledGuide | None = None,
     ) -> RequestStream:
         """Start a request; iterate over its deltas. Call on an event loop, with what ``preprocess`` gave
         (anything else is tokenized here and now). Stop strings sleep until ``stop_gate`` says that the answer
-        begins.
+        begins. ``guide`` is what :meth:`compile_guide` made of ``params.guide``.
 
         Raises RequestError, ContextLengthError, QueueFullError at once, EngineDeadError when the engine is gone.
         """
@@ -166,7 +199,7 @@ class LLMEngine:
         if self._death is not None:
             raise self._death
         message = self._io.add(
-            [prompt], [params], [stream], [request_id], priority, stop_gate, is_bounded=True
+            [prompt], [params], [stream], [request_id], priority, stop_gate, is_bounded=True, guides=[guide]
         )
         self._client.send(message)
         return stream
@@ -270,7 +303,9 @@ class LLMEngine:
     ) -> None:
         if self._death is not None:
             raise self._death
-        message = self._io.add(prompts, params, sinks, request_ids)
+        pending = [param.guide and self._guides.submit(param.guide) for param in params]
+        guides = [future and future.result() for future in pending]
+        message = self._io.add(prompts, params, sinks, request_ids, guides=guides)
         self._client.send(message)
 
     def _as_lists(self, prompts, sampling_params, request_ids):
@@ -393,6 +428,7 @@ class LLMEngine:
         deadline = time.monotonic() + envs.ATOM_SHUTDOWN_TIMEOUT_S
         self._thread.join(timeout=2 * _POLL_S + envs.ATOM_SHUTDOWN_TIMEOUT_S)
         self._io.fail_all(EngineDeadError("the engine was closed"))
+        self._guides.close()
         self._client.stop(deadline)
         self._executor.shutdown(wait=False, cancel_futures=True)
 

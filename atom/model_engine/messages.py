@@ -22,6 +22,16 @@ class NewRequest(msgspec.Struct, array_like=True):
     hash_seed: int = 0
     cache_salted: bool = False
     priority: int = 0
+    guide: int = -1  # index into AddRequests.guides
+
+
+class CompiledGuide(msgspec.Struct, array_like=True, frozen=True):
+    """A grammar that has compiled. Equal keys mean equal data."""
+
+    key: bytes
+    backend: str
+    data: bytes
+    start_after: str = ""  # the grammar starts once this text has been generated
 
 
 class ShippedChain(msgspec.Struct, array_like=True):
@@ -37,6 +47,7 @@ class ShippedChain(msgspec.Struct, array_like=True):
 class AddRequests(msgspec.Struct, array_like=True, tag="add"):
     requests: list[NewRequest]
     chains: list[ShippedChain | None]
+    guides: list[CompiledGuide] = []  # each once, however many requests share it
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):

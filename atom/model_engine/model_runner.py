@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from atom.config import Config
-from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenLogprobs
+from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenLogprobs, TokenMasks
 from atom.errors import ConfigError
 from atom.kernels.reference import sampling as reference_sampling
 from atom.kernels.registry import selected_kernels
@@ -284,13 +284,13 @@ class ModelRunner(Worker):
     def needs_late_mask(self, handle: StepHandle) -> bool:
         return handle.plan.needs_late_mask
 
-    def sample(self, handle: StepHandle) -> None:
+    def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
         if handle.logits is None:
             self._tables.advance(handle.inputs, handle.inputs.rows[:0], handle.inputs.rows[:0])
             return
         plan = handle.plan
         bans = late_bans(handle.batch) if plan.needs_late_mask else None
-        handle.sampled = self._sampler.sample(handle.logits, plan, bans)
+        handle.sampled = self._sampler.sample(handle.logits, plan, bans, masks)
         rows = handle.inputs.rows
         sampled_rows = rows if plan.indices is None else rows[plan.indices]
         self._tables.advance(handle.inputs, sampled_rows, handle.sampled.token_ids)

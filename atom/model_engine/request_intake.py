@@ -3,11 +3,13 @@
 import numpy as np
 
 from atom.core import Sequence
-from atom.model_engine.messages import NewRequest, ShippedChain
+from atom.model_engine.messages import CompiledGuide, NewRequest, ShippedChain
 from atom.model_engine.scheduling.prefix_hash import adopt
 
 
-def make_sequence(request: NewRequest, chain: ShippedChain | None, block_size: int) -> Sequence:
+def make_sequence(
+    request: NewRequest, chain: ShippedChain | None, block_size: int, guide: CompiledGuide | None = None
+) -> Sequence:
     """The sequence of ``request``. A shipped hash chain is taken over only if it surely is this prompt's."""
     token_ids = np.frombuffer(request.token_ids, np.int32).tolist()
     seq = Sequence(
@@ -16,6 +18,7 @@ def make_sequence(request: NewRequest, chain: ShippedChain | None, block_size: i
         request.params,
         stop_ids=frozenset(request.stop_ids),
         bad_word_ids=tuple(map(tuple, request.bad_word_ids)),
+        guide=guide,
         max_output_tokens=request.max_output_tokens,
         hash_seed=request.hash_seed,
         cache_salted=request.cache_salted,

@@ -16,7 +16,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from atom.core import BatchOutput, ScheduledBatch
+from atom.core import BatchOutput, ScheduledBatch, TokenMasks
 from atom.model_ops import sampler_cpu
 from atom.model_ops.logprobs import LogprobTensors, token_logprobs
 from atom.model_ops.sampler_tables import (
@@ -30,6 +30,7 @@ from atom.model_ops.sampler_tables import (
     RANDOM,
     SamplerTables,
 )
+from atom.model_ops.token_masks import apply_masks
 
 NOT_FINITE = "the model's logits are not finite (NaN, or no token is left to choose)"
 
@@ -209,14 +210,15 @@ class Sampler:
         logits: torch.Tensor,
         plan: SamplingPlan,
         late_bans: list[tuple[int, int]] | None = None,
+        masks: TokenMasks | None = None,
     ) -> SampleResult:
         """One id for each row of ``logits`` [n, vocab], which may be overwritten.
 
-        ``late_bans`` are (logits row, id) pairs of :func:`late_bans`.
+        ``late_bans`` are (logits row, id) pairs of :func:`late_bans`; ``masks`` are of grammars.
         """
         composition = plan.composition
         logits = logits[:, : self.num_valid_ids]
-        if not composition.needs:
+        if not composition.needs and masks is None:
             ids, best = self.ops.argmax(logits)
             return SampleResult(ids, best.isfinite())
         logits = logits.float()
@@ -227,9 +229,9 @@ class Sampler:
                 if len(composition.logprobs.rows) == len(logits)
                 else logits[composition.logprobs.index]
             )
-            if composition.needs & CHANGES_LOGITS and raw is logits:
+            if (composition.needs & CHANGES_LOGITS or masks is not None) and raw is logits:
                 raw = logits.clone()
-        self._change_logits(logits, plan, late_bans)
+        self._change_logits(logits, plan, late_bans, masks)
         ids, best = self.ops.argmax(logits)
         is_finite = best.isfinite()
         if composition.random is not None:
@@ -244,7 +246,11 @@ class Sampler:
         return result
 
     def _change_logits(
-        self, logits: torch.Tensor, plan: SamplingPlan, late: list[tuple[int, int]] | None
+        self,
+        logits: torch.Tensor,
+        plan: SamplingPlan,
+        late: list[tuple[int, int]] | None,
+        masks: TokenMasks | None,
     ) -> None:
         composition = plan.composition
         if composition.penalties is not None:
@@ -257,7 +263,12 @@ class Sampler:
             row, ids, values = composition.bias
             logits[row, ids] += values  # an id occurs once a row
         late = [(row, i) for row, i in late or () if i < self.num_valid_ids]
-        for bans in (composition.bans, self._pairs(plan.min_token_bans + late)):
+        early = plan.min_token_bans
+        if masks is not None:
+            apply_masks(logits, masks)
+            if masks.ended:  # a grammar that has no more to say outweighs a least length
+                early = [(row, i) for row, i in early if row not in masks.ended]
+        for bans in (composition.bans, self._pairs(early + late)):
             if bans is not None:
                 logits[bans] = -torch.inf
 

@@ -8,7 +8,7 @@ it with ``runner_qualname="atom.model_engine.runner.scripted_worker.ScriptedWork
 from typing import Any
 
 from atom.config import Config
-from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, Sequence
+from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, Sequence, TokenMasks
 from atom.model_engine.runner.input_packer import InputPacker
 from atom.model_engine.runner.limits import scheduler_limits
 from atom.model_engine.runner.worker import ReportProgress, Worker
@@ -73,8 +73,8 @@ class ScriptedWorker(Worker):
     def needs_late_mask(self, handle: ScheduledBatch) -> bool:
         return False
 
-    def sample(self, handle: ScheduledBatch) -> None:
-        return None
+    def sample(self, handle: ScheduledBatch, masks: TokenMasks | None = None) -> None:
+        return None  # what it answers is in the script
 
     def wait(self, handle: ScheduledBatch) -> BatchOutput:
         next_id = self.next_id

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from atom.core import BatchOutput, CacheGroupSpec, ScheduledBatch
+from atom.core import BatchOutput, CacheGroupSpec, ScheduledBatch, TokenMasks
 from atom.errors import ConfigError
 from atom.model_engine.scheduler import SchedulerConfig
 
@@ -55,8 +55,8 @@ class Worker(ABC):
         """Whether sampling has to wait until the step before is committed, because a mask depends on its ids."""
 
     @abstractmethod
-    def sample(self, handle: Any) -> None:
-        """Start sampling for a launched step."""
+    def sample(self, handle: Any, masks: TokenMasks | None = None) -> None:
+        """Start sampling for a launched step; ``masks`` say what guided rows may take."""
 
     @abstractmethod
     def wait(self, handle: Any) -> BatchOutput:

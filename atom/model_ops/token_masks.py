@@ -1,0 +1,64 @@
+"""Bit masks over the vocabulary, applied to logits: ids that a grammar does not allow get minus infinity."""
+
+import numpy as np
+import torch
+
+from atom.core import TokenMasks
+
+SPARSE_SHARE = 1 / 16  # of the words: up to here single ids are cheaper than a pass over the vocabulary
+
+
+def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
+    """Mask ``logits`` [n, vocab] float32 in place. Ids past the end of the bits are not allowed."""
+    bits = masks.bits[: len(masks.rows)]
+    if logits.device.type == "cpu":
+        rows = logits.numpy()
+        for row, words in zip(masks.rows, bits, strict=True):
+            mask_row(rows[row], words.view(np.uint32))
+    else:
+        apply_bits(logits, masks.rows, torch.from_numpy(bits))
+
+
+def apply_bits(logits: torch.Tensor, rows: list[int], bits: torch.Tensor) -> None:
+    """:func:`apply_masks` in tensor operations on the logits' device, without waiting for it."""
+    device, num_ids = logits.device, logits.shape[-1]
+    bits = bits.to(device, non_blocking=True)
+    shifts = torch.arange(32, dtype=torch.int32, device=device)
+    is_allowed = (bits.unsqueeze(-1) >> shifts).bitwise_and_(1).bool().view(len(rows), -1)[:, :num_ids]
+    if is_allowed.shape[-1] < num_ids:
+        is_allowed = torch.nn.functional.pad(is_allowed, (0, num_ids - is_allowed.shape[-1]))
+    if rows == list(range(len(logits))):
+        logits.masked_fill_(~is_allowed, -torch.inf)
+        return
+    index = torch.tensor(rows, device=device)
+    logits[index] = logits[index].masked_fill_(~is_allowed, -torch.inf)
+
+
+def mask_row(logits: np.ndarray, words: np.ndarray) -> None:
+    """One row [vocab] float32 by its bits [words] uint32: within a key of JSON a handful of ids is allowed,
+    within a string all but a handful, and either is cheap."""
+    limit = SPARSE_SHARE * len(words)
+    some = np.flatnonzero(words)
+    if len(some) <= limit:
+        ids = _ids_of(some, words[some], len(logits))
+        kept = logits[ids]
+        logits.fill(-np.inf)
+        logits[ids] = kept
+        return
+    logits[32 * len(words) :] = -np.inf
+    words = ~words
+    some = np.flatnonzero(words)
+    if len(some) <= limit:
+        logits[_ids_of(some, words[some], len(logits))] = -np.inf
+    else:
+        is_banned = np.unpackbits(
+            words.view(np.uint8), bitorder="little", count=min(len(logits), 32 * len(words))
+        )
+        np.copyto(logits[: len(is_banned)], -np.inf, where=is_banned.view(bool))
+
+
+def _ids_of(index: np.ndarray, words: np.ndarray, num_ids: int) -> np.ndarray:
+    """Ids, below ``num_ids``, of the bits that are set in ``words`` at ``index``."""
+    at, bit = np.nonzero(np.unpackbits(words.view(np.uint8).reshape(-1, 4), axis=1, bitorder="little"))
+    ids = index[at] * 32 + bit
+    return ids[: np.searchsorted(ids, num_ids)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,12 +11,11 @@ import torch
 class LinearKernel(ABC):
     """A product with a weight that was packed once, after loading."""
 
+    makes_copy: ClassVar[bool]  # whether ``pack`` leaves the original unused
+
     @abstractmethod
     def pack(self, weight: torch.Tensor) -> Any:
-        """``weight [out, in]`` in the layout that the product wants.
-
-        Returns either ``weight`` itself or something that holds a copy, so that the original can be freed.
-        """
+        """``weight [out, in]`` in the layout that the product wants: a copy of the same size, or ``weight``."""
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:

@@ -94,9 +94,21 @@ class ParallelLMHead(nn.Module):
             return
         weight = self._source[0].weight.data
         self.packed = quantize_rows_int8(weight) if self.is_int8 else self.kernel.pack(weight)
-        if self.table is not None and self.packed is not weight:
+        if self.table is not None and self._makes_copy:
             free_parameter(self.table.weight)
             self.table.weight = None
+
+    @property
+    def _makes_copy(self) -> bool:
+        return self.is_int8 or self.kernel.makes_copy
+
+    def num_extra_bytes(self) -> int:
+        """What this layer takes, once loaded, beyond the parameters that it lists."""
+        weight = self._source[0].weight
+        if weight is None or not self._makes_copy:  # None: packed already, and listed no more
+            return 0
+        packed = weight.numel() + 4 * len(weight) if self.is_int8 else weight.nbytes
+        return packed if self.table is None else packed - weight.nbytes
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``hidden_states [num_rows, hidden_size]`` -> logits ``[num_rows, vocab_size]`` on every rank.

@@ -44,9 +44,8 @@ class LinearBase(nn.Module):
         """Pack the weight; the unpacked one is freed unless the kernel uses it as it is."""
         if self.weight is None:
             return
-        weight = self.weight.data
-        self.packed = self.kernel.pack(weight)
-        if self.packed is not weight:
+        self.packed = self.kernel.pack(self.weight.data)
+        if self.kernel.makes_copy:
             free_parameter(self.weight)
             self.weight = None
 

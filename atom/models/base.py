@@ -19,7 +19,7 @@ from atom.model_ops.activation import get_act_and_mul
 from atom.model_ops.attention import Attention
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.linear import MergedColumnParallelLinear, RowParallelLinear
-from atom.model_ops.rotary_embedding import RotaryEmbedding, get_rope
+from atom.model_ops.rotary_embedding import get_rope
 from atom.model_ops.weights import run_after_load
 
 if TYPE_CHECKING:
@@ -106,10 +106,10 @@ class CausalLM(nn.Module):
         None for tensors that are known and not needed. An unknown name comes back unchanged and names no
         parameter.
         """
-        if name.endswith("rotary_emb.inv_freq") or (self.is_tied and name == "lm_head.weight"):
+        if name.endswith("rotary_emb.inv_freq"):
             return None
-        if name.startswith("lm_head."):
-            return name.replace("lm_head.", "lm_head.table.").replace("table.bias", "bias"), None
+        if name == "lm_head.weight":
+            return None if self.is_tied else ("lm_head.table.weight", None)
         path, _, leaf = name.rpartition(".")
         parent, _, module = path.rpartition(".")
         if module in self.packed_modules:
@@ -133,6 +133,10 @@ class CausalLM(nn.Module):
     def convert_gguf(self, hf_name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A llama.cpp tensor as the Hugging Face layout would have it."""
         return tensor
+
+    def num_weight_bytes(self) -> int:
+        """Bytes that the weights take on this rank once they are loaded and packed."""
+        return sum(p.nbytes for p in self.parameters()) + self.lm_head.num_extra_bytes()
 
     def after_load(self) -> None:
         """Pack and quantise weights once all of them are there; the model is usable from here on."""
@@ -158,19 +162,20 @@ def window_of_layer(config: HFConfig, index: int) -> int | None:
     return config.sliding_window if config.layer_types[index] == "sliding_attention" else None
 
 
-def build_ropes(config: HFConfig) -> nn.ModuleDict:
-    """A rotary embedding for each layer type of the model; shared where the configuration has only one."""
+def build_ropes(config: HFConfig) -> tuple[nn.ModuleDict, list[str]]:
+    """The model's rotary embeddings, and for each layer the key of its own.
+
+    A configuration has either one set of parameters or one for each layer type.
+    """
     parameters = config.rope_parameters
-    kinds = sorted(set(config.layer_types))
-    is_nested = all(isinstance(parameters.get(kind), dict) for kind in kinds)
-    ropes: dict[str, RotaryEmbedding] = {}
-    for kind in kinds:
-        if is_nested or not ropes:
-            rope = parameters[kind] if is_nested else parameters
-            ropes[kind] = get_rope(config.head_dim, rope, config.max_position_embeddings)
-        else:
-            ropes[kind] = ropes[kinds[0]]
-    return nn.ModuleDict(ropes)
+    if not all(isinstance(parameters.get(kind), dict) for kind in config.layer_types):
+        parameters = {"all": parameters}
+    keys = config.layer_types if "all" not in parameters else ["all"] * len(config.layer_types)
+    ropes = {
+        key: get_rope(config.head_dim, parameters[key], config.max_position_embeddings)
+        for key in sorted(set(keys))
+    }
+    return nn.ModuleDict(ropes), keys
 
 
 def new_embedding(config: HFConfig) -> VocabParallelEmbedding:

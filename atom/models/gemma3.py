@@ -63,7 +63,9 @@ class Gemma3Model(LlamaModel):
 
     def __init__(self, config: HFConfig):
         if config.get("use_bidirectional_attention"):
-            raise ConfigError("use_bidirectional_attention: True is for embedding models, which are not served")
+            raise ConfigError(
+                "use_bidirectional_attention: True is for embedding models, which are not served"
+            )
         super().__init__(config)
         # Rounded to the weights' dtype before the product, as the model was trained.
         self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=self.embed_tokens.weight.dtype).item()

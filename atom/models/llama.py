@@ -40,8 +40,7 @@ class LlamaAttention(nn.Module):
         self.num_heads = self.qkv_proj.num_heads
         self.num_kv_heads = self.qkv_proj.num_kv_heads
         self.head_dim = head_dim
-        # Not a submodule: it belongs to the body, which computes its rows once a step.
-        self._rope = [rope]
+        self.rope = rope  # shared by all layers of its kind
         self.attn = Attention(
             self.num_heads,
             head_dim,
@@ -67,7 +66,7 @@ class LlamaAttention(nn.Module):
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         num_qk = self.num_heads + self.num_kv_heads
-        qk = self._rope[0](self.norm_qk(qkv[:, :num_qk]), rotation)
+        qk = self.rope(self.norm_qk(qkv[:, :num_qk]), rotation)
         return self.o_proj(self.attn(qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_qk:]))
 
 
@@ -105,12 +104,10 @@ class LlamaModel(nn.Module):
 
     def __init__(self, config: HFConfig):
         super().__init__()
-        self.layer_types = config.layer_types
         self.embed_tokens = new_embedding(config)
-        self.ropes = build_ropes(config)
+        self.ropes, self.rope_of_layer = build_ropes(config)
         self.layers = nn.ModuleList(
-            self.layer_class(config, i, self.ropes[kind])
-            for i, kind in enumerate(config.layer_types[: config.num_hidden_layers])
+            self.layer_class(config, i, self.ropes[key]) for i, key in enumerate(self.rope_of_layer)
         )
         self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
 
@@ -119,9 +116,9 @@ class LlamaModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x, residual = self.embed(input_ids), None
-        rotations = {kind: rope.rotation(positions, x.dtype) for kind, rope in self.ropes.items()}
-        for layer, kind in zip(self.layers, self.layer_types, strict=True):
-            x, residual = layer(x, residual, rotations[kind])
+        rotations = {key: rope.rotation(positions, x.dtype) for key, rope in self.ropes.items()}
+        for layer, key in zip(self.layers, self.rope_of_layer, strict=True):
+            x, residual = layer(x, residual, rotations[key])
         return self.norm(x, residual)[0]
 
 
@@ -133,11 +130,10 @@ class LlamaForCausalLM(CausalLM):
 
         There, row ``2 i + j`` of a head is row ``i + j * head_dim / 2`` of the half-split form.
         """
-        num_heads = {
-            "q_proj": self.config.num_attention_heads,
-            "k_proj": self.config.num_key_value_heads,
-        }.get(hf_name.split(".")[-2] if "." in hf_name else "")
-        if num_heads is None:
+        module = hf_name.rpartition(".")[0].rpartition(".")[2]
+        if module not in ("q_proj", "k_proj"):
             return tensor
-        pairs = tensor.reshape(num_heads, self.config.head_dim // 2, 2, *tensor.shape[1:])
+        config = self.config
+        num_heads = config.num_attention_heads if module == "q_proj" else config.num_key_value_heads
+        pairs = tensor.reshape(num_heads, config.head_dim // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)

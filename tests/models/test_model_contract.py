@@ -194,6 +194,25 @@ def test_int8_head_serves_a_model():
     assert 0 < (found - wanted).norm() / wanted.norm() < 0.03
 
 
+@pytest.mark.parametrize("head_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_weight_bytes_are_known_before_loading(head_dtype, is_tied):
+    config = HFConfig.from_dict(
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": is_tied} | SHAPE
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = get_model_class(config.architectures)(config, lm_head_dtype=head_dtype)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    parameters = sum(p.nbytes for p in model.parameters())
+    table = 60 * 32 * 2
+    head = 60 * 32 + 60 * 4 if head_dtype == "int8" else table
+    copies = head_dtype == "int8" or model.lm_head.kernel.makes_copy
+    blocks = parameters - table * (1 if is_tied else 2)
+    assert model.num_weight_bytes() == blocks + table + (head if copies or not is_tied else 0)
+
+
 def test_bidirectional_gemma_is_refused():
     with pytest.raises(ConfigError, match="use_bidirectional_attention"):
         build("Gemma3ForCausalLM", use_bidirectional_attention=True)

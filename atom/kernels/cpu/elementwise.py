@@ -22,10 +22,11 @@ def _scalar(value: float) -> torch.Tensor:
 
 @register_kernel("rms_norm", "torch_cpu", priority=_PRIORITY)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See ``reference.norm.rms_norm``; statistics and product in fp32."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    """See ``reference.norm.rms_norm``; one fp32 copy of x is worked on in place."""
+    wide = x.float() if x.dtype is not torch.float32 else x.clone()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     factor = torch.addcmul(_scalar(eps), length, length, value=1.0 / x.shape[-1]).rsqrt_()
-    return torch.mul(x * factor, weight, out=torch.empty_like(x, memory_format=torch.contiguous_format))
+    return wide.mul_(factor).mul_(weight).to(x.dtype)
 
 
 @register_kernel("add_rms_norm", "torch_cpu", priority=_PRIORITY)

@@ -14,6 +14,8 @@ _ROWS_AT_ONCE = 16384  # bounds the fp32 copy of an int8 weight
 class ReferenceLinear(LinearKernel):
     """``F.linear`` on the weight as it was loaded."""
 
+    makes_copy = False
+
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
 

@@ -205,75 +205,73 @@ def _prefill_part(
     return PrefillPart(tokens, context_len, pages.start * block_size, rows.flatten())
 
 
+@dataclass(slots=True)
+class _DecodeSeqs:
+    """Decode sequences with what is needed to find their pages."""
+
+    context_lens: torch.Tensor  # [n] int64
+    table: torch.Tensor  # [n, max_blocks]
+    first_pages: list[int]  # page of the oldest position that some query of the sequence sees
+    num_pages: list[int]
+
+    def select(self, members: list[int]) -> _DecodeSeqs:
+        return _DecodeSeqs(
+            self.context_lens[members],
+            self.table[members],
+            [self.first_pages[i] for i in members],
+            [self.num_pages[i] for i in members],
+        )
+
+
 def _decode_parts(metadata: AttentionMetadata, block_size: int, spec: AttentionSpec) -> list[DecodePart]:
-    first_seq = metadata.num_prefill_seqs
+    first_seq, start = metadata.num_prefill_seqs, metadata.num_prefill_tokens
     query_lens = metadata.query_lens_host[first_seq:]
     context_lens = metadata.context_lens[first_seq:].long()
-    lens = context_lens.tolist()  # exact, where the host's lists are bounds
     table = metadata.block_table[first_seq:]
     num_queries = query_lens[0]
     if any(n != num_queries for n in query_lens):
         # Uneven verify steps: every query token becomes a sequence of its own.
         counts = torch.tensor(query_lens)
         ends = counts.cumsum(0)
-        left = ends.repeat_interleave(counts) - torch.arange(int(ends[-1])) - 1  # tokens after this one
-        context_lens = context_lens.repeat_interleave(counts) - left
+        num_after = ends.repeat_interleave(counts) - torch.arange(int(ends[-1])) - 1
+        context_lens = context_lens.repeat_interleave(counts) - num_after
         table = table.repeat_interleave(counts, dim=0)
-        lens, num_queries = context_lens.tolist(), 1
+        num_queries = 1
 
-    firsts = [_first_page(n - num_queries + 1, block_size, spec.window) for n in lens]
+    lens = context_lens.tolist()  # exact, where the host's lists are bounds
+    window = spec.window
+    firsts = [0 if window is None else max(0, n - num_queries + 1 - window) // block_size for n in lens]
     num_pages = [max(1, -(-n // block_size) - first) for n, first in zip(lens, firsts, strict=True)]
-    start = metadata.num_prefill_tokens
-    if max(num_pages) * len(num_pages) <= _MAX_PADDING * sum(num_pages):
+    seqs = _DecodeSeqs(context_lens, table, firsts, num_pages)
+    if max(num_pages) * len(lens) <= _MAX_PADDING * sum(num_pages):
         tokens = slice(start, start + len(lens) * num_queries)
-        return [
-            _decode_part(tokens, table, context_lens, lens, firsts, num_pages, num_queries, block_size, spec)
-        ]
+        return [_decode_part(seqs, tokens, num_queries, block_size, spec)]
     classes: dict[int, list[int]] = {}
     for i, count in enumerate(num_pages):
         classes.setdefault(count.bit_length(), []).append(i)
     parts = []
     for members in classes.values():
-        index = torch.tensor(members)
-        tokens = (start + index[:, None] * num_queries + torch.arange(num_queries)).flatten()
-        pick = [[values[i] for i in members] for values in (lens, firsts, num_pages)]
-        parts.append(
-            _decode_part(tokens, table[index], context_lens[index], *pick, num_queries, block_size, spec)
-        )
+        tokens = start + torch.tensor(members)[:, None] * num_queries + torch.arange(num_queries)
+        parts.append(_decode_part(seqs.select(members), tokens.flatten(), num_queries, block_size, spec))
     return parts
 
 
-def _first_page(num_visible: int, block_size: int, window: int | None) -> int:
-    """The page of the oldest position that a query with ``num_visible`` keys up to itself can see."""
-    return 0 if window is None else max(0, num_visible - window) // block_size
-
-
 def _decode_part(
-    tokens: slice | torch.Tensor,
-    table: torch.Tensor,
-    context_lens: torch.Tensor,
-    lens: list[int],
-    firsts: list[int],
-    num_pages: list[int],
-    num_queries: int,
-    block_size: int,
-    spec: AttentionSpec,
+    seqs: _DecodeSeqs, tokens: slice | torch.Tensor, num_queries: int, block_size: int, spec: AttentionSpec
 ) -> DecodePart:
-    """Page rows and mask of ``len(lens)`` sequences, padded to the most pages among them."""
-    n, width = len(lens), max(num_pages)
-    if n == 1:
-        blocks = table[:, firsts[0] : firsts[0] + width].long()
-    else:
-        columns = torch.tensor(firsts)[:, None] + torch.arange(width)
-        blocks = table.gather(1, columns.clamp_(max=table.shape[1] - 1)).long()
+    """Page rows and mask of sequences that are padded to the most pages among them."""
+    n, width, lens = len(seqs.num_pages), max(seqs.num_pages), seqs.context_lens.tolist()
+    firsts = torch.tensor(seqs.first_pages)
+    columns = (firsts[:, None] + torch.arange(width)).clamp_(max=seqs.table.shape[1] - 1)
+    blocks = seqs.table.gather(1, columns).long()
     rows = (blocks[:, None] * spec.num_kv_heads + torch.arange(spec.num_kv_heads)[:, None]).flatten()
     if n == 1 and num_queries == 1 and lens[0] > 0:
         # One query of one sequence sees a contiguous run of positions: no mask.
         oldest = 0 if spec.window is None else max(0, lens[0] - spec.window)
-        origin = firsts[0] * block_size
+        origin = seqs.first_pages[0] * block_size
         return DecodePart(tokens, 1, 1, rows, None, slice(oldest - origin, lens[0] - origin), False)
-    position = torch.tensor(firsts)[:, None, None] * block_size + torch.arange(width * block_size)
-    query = (context_lens[:, None] - num_queries + torch.arange(num_queries))[..., None]
+    position = firsts[:, None, None] * block_size + torch.arange(width * block_size)
+    query = (seqs.context_lens[:, None] - num_queries + torch.arange(num_queries))[..., None]
     hidden = position > query
     if spec.window is not None:
         hidden |= position <= query - spec.window

@@ -57,6 +57,7 @@ def _serve(args: argparse.Namespace, engine_args: EngineArgs) -> int:
 
         # Read here for its errors, which are not to wait for the engine.
         ChatTemplate(load_chat_template(args.chat_template, None) or "")
+    _check_parsers(args)
     with bind_socket(args.host, args.server_port) as sock:
         engine = engine_args.create_engine()
         try:
@@ -68,6 +69,10 @@ def _serve(args: argparse.Namespace, engine_args: EngineArgs) -> int:
                 served_model_name=args.served_model_name or args.model,
                 chat_template=args.chat_template,
                 default_chat_template_kwargs=args.default_chat_template_kwargs,
+                tool_parser=args.tool_call_parser,
+                reasoning_parser=args.reasoning_parser,
+                stops_in_reasoning=args.stop_in_reasoning,
+                strict_fields=args.strict_fields,
             )
             return serve(
                 context,
@@ -77,6 +82,17 @@ def _serve(args: argparse.Namespace, engine_args: EngineArgs) -> int:
             )
         finally:
             engine.close()
+
+
+def _check_parsers(args: argparse.Namespace) -> None:
+    """Refuse an unknown parser now, not when the engine has started."""
+    from atom.entrypoints.openai.reasoning import get_reasoning_dialect
+    from atom.entrypoints.openai.tool_parsers.registry import get_tool_parser
+
+    if args.tool_call_parser not in ("auto", "none"):
+        get_tool_parser(args.tool_call_parser)
+    if args.reasoning_parser not in ("auto", "none"):
+        get_reasoning_dialect(args.reasoning_parser)
 
 
 def _import_server() -> None:

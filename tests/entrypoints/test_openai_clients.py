@@ -55,9 +55,8 @@ def test_models_and_errors(client):
     assert info.value.param == "temperature" and info.value.type == "invalid_request_error"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt", messages=USER_HI)
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-        client.chat.completions.create(model="fake", messages=USER_HI, tools=[tool])
+    with pytest.raises(openai.BadRequestError, match="audio"):
+        client.chat.completions.create(model="fake", messages=USER_HI, modalities=["text", "audio"])
 
 
 def test_queue_full_is_the_clients_rate_limit_error(client, engine):

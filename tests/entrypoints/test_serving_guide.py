@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from atom.entrypoints.openai import protocol, validation
+from atom.entrypoints.openai import limits, protocol
 from atom.entrypoints.openai.app import make_routes
 from atom.entrypoints.openai.context import make_context
 from atom.entrypoints.openai.endpoint import GenerationEndpoint
@@ -59,8 +59,13 @@ def test_L6_listed_refusals_are_those_of_the_code():
     assert {row[0]: (row[1], row[2]) for row in table("<!-- unsupported -->")} == expected
 
 
+def test_listed_fields_without_effect():
+    told = GUIDE[GUIDE.index("have no effect") : GUIDE.index("### Both routes")]
+    assert {*protocol.IGNORED_CHAT, *protocol.IGNORED_COMPLETION} <= set(re.findall(r"`([\w.]+)`", told))
+
+
 def test_listed_limits():
-    constants = {name: value for name, value in vars(validation).items() if name.startswith("MAX_")}
+    constants = {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
     assert {row[0]: int(row[1]) for row in table("<!-- limits -->")} == constants
 
 

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from atom.core import TokenLogprobs
 from atom.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
+from atom.guide import Guide
+from atom.model_engine.answer_stops import StopGate
 from atom.model_engine.detokenizer import DetokenizerFactory
-from atom.model_engine.outputs import RequestOutput
-from atom.model_engine.stop_strings import StopChecker
+from atom.model_engine.io_processor import Prompt
+from atom.model_engine.messages import Logprobs, RequestEvent
+from atom.model_engine.request_state import AnswerState, RequestState, make_stop_checker
+from atom.model_engine.stop_strings import special_stop_ids
 from atom.model_engine.streams import RequestStream
 from atom.runtime.liveness import Health
 from atom.sampling_params import SamplingParams
@@ -89,6 +92,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
     priorities: list[int] = field(default_factory=list)
+    guides: list[Guide] = field(default_factory=list)  # that were compiled
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -107,11 +111,18 @@ class FakeEngine:
         self._on_death: list[Callable[[], None]] = []
         self.is_paused = False
 
-    async def preprocess(self, prompt, cache_salt=None) -> list[int]:
+    async def preprocess(self, prompt, cache_salt=None) -> Prompt:
         await asyncio.sleep(0)
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return Prompt(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
-    def stream(self, prompt, params, *, request_id, cache_salt=None, priority=0) -> RequestStream:
+    async def compile_guide(self, guide: Guide) -> Guide:
+        self.guides.append(guide)
+        return guide
+
+    def stream(
+        self, prompt, params, *, request_id, cache_salt=None, priority=0, stop_gate=None, guide=None
+    ) -> RequestStream:
+        prompt = prompt.token_ids
         if self._death:
             raise EngineDeadError(self._death)
         if len(self.running) >= self.max_queue:
@@ -120,11 +131,15 @@ class FakeEngine:
             raise ContextLengthError("the engine would not take this")
         if any(not 0 <= i < VOCAB_SIZE for i in prompt):
             raise RequestError("the server let a bad id through")
+        if guide is not params.guide:
+            raise RequestError("a guide has to be compiled first")
         self.requests.append((prompt, params))
         self.priorities.append(priority)
         stream = RequestStream(params.n, lambda: self.abort(request_id), asyncio.get_running_loop())
         self._streams[request_id] = stream
-        answers = (self._answer(request_id, index, prompt, params, stream) for index in range(params.n))
+        ends = frozenset() if params.ignore_eos else frozenset(self.tokenizer.eos_ids)
+        request = RequestState(request_id, params, len(prompt), ends, stream, time.monotonic())
+        answers = (self._answer(request, index, prompt, stream, stop_gate) for index in range(params.n))
         task = self.running[request_id] = asyncio.ensure_future(asyncio.gather(*answers))
         task.add_done_callback(lambda task: self._forget(request_id, task))
         return stream
@@ -134,52 +149,61 @@ class FakeEngine:
         with contextlib.suppress(asyncio.CancelledError):
             task.result()
 
-    async def _answer(self, request_id, index, prompt, params, stream) -> None:
-        detokenizer = self._detokenizers.create()
-        stops = StopChecker(params.stop_strings)
+    async def _answer(
+        self,
+        request: RequestState,
+        index: int,
+        prompt: list[int],
+        stream: RequestStream,
+        stop_gate: StopGate | None,
+    ) -> None:
+        params = request.params
+        answer = AnswerState(
+            index,
+            index,
+            request,
+            self._detokenizers.create(params.skip_special_tokens),
+            make_stop_checker(params.stop_strings, stop_gate),
+            special_stop_ids(params.stop_strings, self.tokenizer),
+        )
         limit = min(params.max_tokens or self.max_model_len, self.max_model_len - len(prompt))
         script = self.script(prompt, index)[:limit]
-        num_output = 0
         for at in range(0, len(script), self.tokens_per_step):
             await asyncio.sleep(self.step_s)
             while self.is_paused:
                 await asyncio.sleep(0.005)
-            ids, reason, stop_reason = [], None, None
+            ids, event = [], RequestEvent(0)
             for token in script[at : at + self.tokens_per_step]:
                 ids.append(token)
-                if token in (params.stop_token_ids or ()):
-                    reason, stop_reason = "stop", token
-                elif token in self.tokenizer.eos_ids and not params.ignore_eos:
-                    reason = "stop"
-                if reason:
+                event.leave_reason = self._reason(token, params)
+                if event.leave_reason:
                     break
-            num_output += len(ids)
-            if reason is None and num_output == len(script):
-                reason = "length"
-            text, matched = stops.feed(detokenizer.update(ids, reason is not None))
-            if matched is not None:
-                reason, stop_reason = "stop", matched
-            elif reason is not None:
-                text += stops.flush()
-            output = RequestOutput(
-                request_id, index, text, ids, reason is not None, reason, stop_reason, len(prompt), num_output
-            )
-            output.num_cached_tokens = self.num_cached_tokens
+            if answer.num_output_tokens + len(ids) == len(script):
+                event.leave_reason = event.leave_reason or "max_tokens"
             if params.num_logprobs >= 0:
-                output.logprobs = [self._logprobs(token, params.num_logprobs) for token in ids]
-            if params.prompt_logprobs is not None and at == 0:
-                rest = [self._logprobs(token, params.prompt_logprobs) for token in prompt[1:]]
-                output.prompt_logprobs = [None, *rest]
+                event.logprobs = [self._logprobs(token, params.num_logprobs) for token in ids]
+            if at == 0:
+                event.num_cached_tokens = self.num_cached_tokens
+                if params.prompt_logprobs is not None:
+                    event.prompt_logprobs = [self._logprobs(i, params.prompt_logprobs) for i in prompt[1:]]
             if self.fail_with and at > 0:
-                output.finished, output.finish_reason, output.error = True, "error", self.fail_with
+                event.leave_reason = self.fail_with
+            output = answer.advance(ids, event)
             stream.deliver(output)
             if output.finished:
                 return
 
+    def _reason(self, token: int, params: SamplingParams) -> str:
+        if token in (params.stop_token_ids or ()) or token in special_stop_ids(
+            params.stop_strings, self.tokenizer
+        ):
+            return f"stop_{token}"
+        return "eos" if token in self.tokenizer.eos_ids and not params.ignore_eos else ""
+
     @staticmethod
-    def _logprobs(token: int, num_top: int) -> TokenLogprobs:
+    def _logprobs(token: int, num_top: int) -> Logprobs:
         others = [(token + k) % VOCAB_SIZE for k in range(num_top)]
-        return TokenLogprobs(token, -0.5, 1, others, [-0.5 - k for k in range(num_top)])
+        return Logprobs(token, -0.5, 1, others, [-0.5 - k for k in range(num_top)])
 
     def abort(self, request_id: str) -> None:
         task = self.running.get(request_id)

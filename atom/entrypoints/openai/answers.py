@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from atom.core import TokenLogprobs
+from atom.entrypoints.openai.generation import Generation
 from atom.entrypoints.openai.protocol import Usage
 from atom.model_engine.outputs import RequestOutput
 
@@ -51,7 +52,7 @@ class AnswerWriter(ABC):
             self.answers[output.index].add(output)
 
     @abstractmethod
-    def events(self, batch: list[RequestOutput]) -> bytes:
+    def events(self, batch: list[RequestOutput], generation: Generation) -> bytes:
         """Encoded events that tell the batch; empty when it holds nothing that a client could see."""
 
     @abstractmethod

@@ -18,6 +18,7 @@ from atom.entrypoints.openai.errors import describe_http_exception
 from atom.entrypoints.openai.http import Reply, RequestIdMiddleware
 from atom.entrypoints.openai.info import InfoEndpoint, InfoHandlers, Told
 from atom.entrypoints.openai.openapi import Operation, make_document
+from atom.entrypoints.openai.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 
 _GET, _POST = ("GET", "HEAD"), ("POST",)
 
@@ -50,6 +51,26 @@ def make_routes(context: ServerContext) -> list[tuple[Operation, ASGIApp]]:
     routes = [
         (completions, CompletionsEndpoint(context)),
         (chat, ChatEndpoint(context)),
+        (
+            Operation(
+                "/tokenize",
+                _POST,
+                "Token ids of a prompt or of messages",
+                request=p.TokenizeRequest,
+                response=p.TokenizeResponse,
+            ),
+            TokenizeEndpoint(context),
+        ),
+        (
+            Operation(
+                "/detokenize",
+                _POST,
+                "Text of token ids",
+                request=p.DetokenizeRequest,
+                response=p.DetokenizeResponse,
+            ),
+            DetokenizeEndpoint(context),
+        ),
         tell("/v1/models", "The model that is served", info.models, p.ModelList),
         tell("/v1/models/{model_id:path}", "One model", info.model, p.ModelCard),
         tell("/health", "Whether requests can be answered now", info.health, p.HealthStatus),

@@ -133,6 +133,7 @@ class ChatTemplate:
         self._tokens = tokens or {}
         self.source = source
         self.kwargs_allowed = frozenset(variables - RESERVED)
+        self.takes_tools = "tools" in variables
         self._default_kwargs = default_kwargs or {}
         unknown = sorted(self._default_kwargs.keys() - self.kwargs_allowed)
         if unknown:
@@ -155,6 +156,7 @@ class ChatTemplate:
         self,
         messages: list[dict[str, Any]],
         *,
+        tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: dict[str, Any] | None = None,
         max_seconds: float = MAX_RENDER_S,
@@ -172,7 +174,7 @@ class ChatTemplate:
             **self._default_kwargs,
             **kwargs,
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 from atom.entrypoints.openai.chat_template import ChatTemplate, load_chat_template
 from atom.entrypoints.openai.inflight import InflightRequests
 from atom.entrypoints.openai.metrics import EngineSnapshot, ServerMetrics
+from atom.entrypoints.openai.reasoning import ReasoningDialect, detect_reasoning, get_reasoning_dialect
+from atom.entrypoints.openai.tool_parsers.base import ToolParser
+from atom.entrypoints.openai.tool_parsers.registry import detect_parser, get_tool_parser
 from atom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +29,10 @@ class ServerContext:
     engine: "LLMEngine"
     served_model_name: str
     chat_template: ChatTemplate | None
+    tool_parser: type[ToolParser] | None = None  # how the model writes tool calls
+    reasoning: ReasoningDialect | None = None  # how it marks its thinking
+    stops_in_reasoning: bool = False
+    strict_fields: bool = False
     inflight: InflightRequests = field(default_factory=InflightRequests)
     executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(NUM_TEMPLATE_THREADS, "atom-template")
@@ -50,15 +57,24 @@ def make_context(
     served_model_name: str | None = None,
     chat_template: str | None = None,
     default_chat_template_kwargs: dict[str, Any] | None = None,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    stops_in_reasoning: bool = False,
+    strict_fields: bool = False,
 ) -> ServerContext:
     """The context of a server in front of ``engine``.
 
     Args:
         served_model_name: name in the API; the engine's model path by default.
         chat_template: a path or Jinja; the model's own by default.
+        tool_parser: a dialect of tool calls, ``auto`` for the one that template or model type tell, or ``none``.
+        reasoning_parser: the same for the marks of thinking.
+        stops_in_reasoning: stop strings match in the thinking too, not in the answer alone.
+        strict_fields: refuse request fields that neither the server nor OpenAI's API knows.
 
     Raises:
-        ConfigError: a given template cannot be read or compiled, or defaults are given for no template.
+        ConfigError: a given template cannot be read or compiled, defaults are given for no template, or there is
+            no such parser.
     """
     tokenizer = engine.tokenizer
     source = load_chat_template(chat_template, tokenizer.chat_template)
@@ -78,4 +94,27 @@ def make_context(
             "has none: give one with --chat-template"
         )
     name = served_model_name or str(engine.config.model)
-    return ServerContext(engine, name, template)
+    model_type = engine.info().get("model_type")
+    return ServerContext(
+        engine,
+        name,
+        template,
+        tool_parser=_tool_parser(tool_parser, source, model_type),
+        reasoning=_reasoning(reasoning_parser, source, model_type),
+        stops_in_reasoning=stops_in_reasoning,
+        strict_fields=strict_fields,
+    )
+
+
+def _tool_parser(name: str, template: str | None, model_type: str | None) -> type[ToolParser] | None:
+    if name == "none":
+        return None
+    # Where nothing tells the dialect, the answers do: "auto" is the parser that watches for all of them.
+    detected = detect_parser(template, model_type) or "auto" if name == "auto" else name
+    return get_tool_parser(detected)
+
+
+def _reasoning(name: str, template: str | None, model_type: str | None) -> ReasoningDialect | None:
+    if name == "auto":
+        return detect_reasoning(template, model_type)
+    return None if name == "none" else get_reasoning_dialect(name)

@@ -3,33 +3,14 @@
 import time
 from abc import ABC, abstractmethod
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Scope, Send
 
-from atom.entrypoints.openai.answers import AnswerWriter
 from atom.entrypoints.openai.context import ServerContext
 from atom.entrypoints.openai.errors import ClientDisconnectedError
-from atom.entrypoints.openai.generation import Generation
+from atom.entrypoints.openai.generation import Generation, Job
 from atom.entrypoints.openai.http import Reply, logger, read_json_body
 from atom.errors import QueueFullError
-from atom.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from atom.model_engine.io_processor import Prompt
-
-
-@dataclass(slots=True)
-class Job:
-    """A request that passed every check and is ready to run."""
-
-    prompts: list["Prompt"]
-    params: SamplingParams
-    writer: AnswerWriter
-    request_id: str
-    is_streamed: bool
-    priority: int = 0
 
 
 class GenerationEndpoint(ABC):
@@ -51,6 +32,8 @@ class GenerationEndpoint(ABC):
             async with self.context.inflight.guard(receive):
                 job = await self.prepare(body)
                 logger.debug("%s: runs as %s", reply.request_id, job.request_id)
+                if job.ignored:
+                    reply.headers["x-atom-warning"] = f"ignored fields: {', '.join(job.ignored)}"
                 await self._answer(job, reply, arrival)
         except ClientDisconnectedError:
             logger.debug("%s: the client left", reply.request_id)
@@ -60,22 +43,14 @@ class GenerationEndpoint(ABC):
             await reply.fail(error)
 
     async def _answer(self, job: Job, reply: Reply, arrival: float) -> None:
-        generation = Generation(
-            self.context,
-            job.prompts,
-            job.params,
-            request_id=job.request_id,
-            arrival=arrival,
-            is_streamed=job.is_streamed,
-            priority=job.priority,
-        )
+        generation = Generation(self.context, job, arrival)
         writer = job.writer
         async with aclosing(generation.outputs()) as batches:
             async for batch in batches:
                 if not job.is_streamed:
                     writer.collect(batch)
                     continue
-                events = writer.events(batch)
+                events = writer.events(batch, generation)
                 if generation.is_finished:
                     await reply.end(events + writer.last_events(generation.usage))
                 elif events:

@@ -11,6 +11,28 @@ logger = logging.getLogger("atom.server")
 
 MAX_MESSAGE_CHARS = 2000  # a message may quote the client's value, which can be long
 
+# What OpenAI's API has beside the routes served here, by the beginning of the path.
+OTHER_ROUTES = {
+    "/v1/embeddings": "embeddings",
+    "/v1/moderations": "moderations",
+    "/v1/images": "images",
+    "/v1/audio": "audio",
+    "/v1/videos": "videos",
+    "/v1/realtime": "realtime sessions",
+    "/v1/files": "files",
+    "/v1/uploads": "uploads",
+    "/v1/batches": "batches",
+    "/v1/fine_tuning": "fine-tuning",
+    "/v1/assistants": "assistants",
+    "/v1/threads": "threads",
+    "/v1/conversations": "stored conversations",
+    "/v1/vector_stores": "vector stores",
+    "/v1/containers": "containers",
+    "/v1/evals": "evals",
+    "/v1/organization": "administration",
+    "/v1/edits": "edits",
+}
+
 _HTTP_MESSAGES = {404: "Unknown route: {method} {path}", 405: "Method {method} is not allowed for {path}"}
 
 
@@ -75,6 +97,10 @@ def describe_http_exception(
     template = _HTTP_MESSAGES.get(error.status_code, "{detail}")
     message = template.format(method=method, path=path, detail=error.detail)
     code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
+    other = next((start for start in OTHER_ROUTES if path == start or path.startswith(f"{start}/")), None)
+    if error.status_code == 404 and other is not None:
+        message = f"{path} is not supported: this server generates text, it has no {OTHER_ROUTES[other]}"
+        code = "unsupported_route"
     body = ErrorBody(ErrorObject(message[:MAX_MESSAGE_CHARS], error_type(error.status_code), None, code))
     return error.status_code, body, dict(error.headers or {})
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from atom.entrypoints.openai.errors import GenerationError, ServerUnavailableError
@@ -13,11 +14,34 @@ from atom.model_engine.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from atom.entrypoints.openai.answers import AnswerWriter
     from atom.entrypoints.openai.context import ServerContext
+    from atom.model_engine.answer_stops import StopGate
     from atom.model_engine.io_processor import Prompt
+    from atom.model_engine.messages import CompiledGuide
     from atom.model_engine.streams import RequestStream
 
 MAX_UNREAD_PER_ANSWER = 4  # deltas held for a slow reader; beyond it the engine's streams merge them
+
+
+@dataclass(slots=True)
+class Job:
+    """A request that passed every check and is ready to run.
+
+    ``is_scoring``: only the prompt's log-probabilities are of interest. The engine makes one token to get
+    them, and it is dropped.
+    """
+
+    prompts: list["Prompt"]
+    params: SamplingParams
+    writer: "AnswerWriter"
+    request_id: str
+    is_streamed: bool
+    priority: int = 0
+    guide: "CompiledGuide | None" = None
+    stop_gate: "StopGate | None" = None
+    is_scoring: bool = False
+    ignored: list[str] = field(default_factory=list)  # fields of the request that have no effect
 
 
 class Generation:
@@ -27,26 +51,14 @@ class Generation:
     early, by an error or a cancellation, aborts what still runs.
     """
 
-    def __init__(
-        self,
-        context: "ServerContext",
-        prompts: list["Prompt"],
-        params: SamplingParams,
-        *,
-        request_id: str,
-        arrival: float,
-        is_streamed: bool,
-        priority: int = 0,
-    ):
+    def __init__(self, context: "ServerContext", job: Job, arrival: float):
         self._engine = context.engine
-        self._prompts = prompts
-        self._params = params
-        self._request_id = request_id
-        self._priority = priority
-        self._observer = context.metrics.observe_request(arrival, is_streamed)
-        self._num_open = [params.n] * len(prompts)  # unfinished answers of each prompt
-        self._num_output_tokens = [0] * (len(prompts) * params.n)
-        self._num_cached_tokens = [0] * len(prompts)
+        self._job = job
+        self._observer = context.metrics.observe_request(arrival, job.is_streamed)
+        num_prompts, n = len(job.prompts), job.params.n
+        self._num_open = [n] * num_prompts  # unfinished answers of each prompt
+        self._num_output_tokens = [0] * (num_prompts * n)
+        self._num_cached_tokens = [0] * num_prompts
 
     @property
     def is_finished(self) -> bool:
@@ -54,7 +66,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        prompt = sum(map(len, self._prompts))
+        prompt = sum(map(len, self._job.prompts))
         output = sum(self._num_output_tokens)
         return Usage(prompt, output, prompt + output, PromptTokensDetails(sum(self._num_cached_tokens)))
 
@@ -67,9 +79,16 @@ class Generation:
         """
         streams: list[RequestStream] = []
         try:
-            for i, prompt in enumerate(self._prompts):
-                name = f"{self._request_id}-{i}"
-                stream = self._engine.stream(prompt, self._params, request_id=name, priority=self._priority)
+            job = self._job
+            for i, prompt in enumerate(job.prompts):
+                stream = self._engine.stream(
+                    prompt,
+                    job.params,
+                    request_id=f"{job.request_id}-{i}",
+                    priority=job.priority,
+                    stop_gate=job.stop_gate,
+                    guide=job.guide,
+                )
                 streams.append(stream)
             if len(self._num_output_tokens) == 1:
                 async for output in streams[0]:
@@ -81,7 +100,7 @@ class Generation:
         finally:
             for stream in streams:
                 await stream.aclose()  # aborts what has not finished
-            self._observer.close(num_aborted=sum(self._num_open))
+            self._observer.close(num_aborted=sum(self._num_open[: len(streams)]))
 
     async def _merge(self, streams: list["RequestStream"]) -> AsyncGenerator[list[RequestOutput]]:
         ready: list[RequestOutput] = []
@@ -129,10 +148,19 @@ class Generation:
         is_first_answer = output.index == 0
         if is_first_answer:
             self._num_cached_tokens[prompt_index] = output.num_cached_tokens
-        output.index += prompt_index * self._params.n
+        output.index += prompt_index * self._job.params.n
+        if self._job.is_scoring:
+            _drop_answer(output)
         self._num_output_tokens[output.index] = output.num_output_tokens
-        num_prompt_tokens = len(self._prompts[prompt_index]) if is_first_answer else 0
+        num_prompt_tokens = len(self._job.prompts[prompt_index]) if is_first_answer else 0
         self._observer.delta(output, num_prompt_tokens, time.monotonic())
         if output.finished:
             self._num_open[prompt_index] -= 1
         return output
+
+
+def _drop_answer(output: RequestOutput) -> None:
+    output.text, output.output_tokens, output.logprobs = "", [], None
+    output.num_output_tokens = 0
+    if output.finished:
+        output.finish_reason, output.stop_reason = "length", None

@@ -9,7 +9,8 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atom.entrypoints.openai.errors import ClientDisconnectedError, describe_error, log_error
-from atom.entrypoints.openai.validation import MAX_BODY_BYTES, valid_request_id
+from atom.entrypoints.openai.limits import MAX_BODY_BYTES
+from atom.entrypoints.openai.validation import valid_request_id
 from atom.errors import RequestError
 
 logger = logging.getLogger("atom.server")
@@ -110,6 +111,10 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int = MAX_BO
         ) from None
 
 
+def _encode_headers(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(key.lower().encode(), value.encode()) for key, value in headers.items()]
+
+
 def _too_large(limit: int, size: str) -> RequestError:
     return RequestError(
         f"body must be at most {limit} bytes, got {size}", param="body", status=413, code="body_too_large"
@@ -122,6 +127,7 @@ class Reply:
     def __init__(self, scope: Scope, send: Send):
         self._send = send
         self.request_id: str = scope.get("request_id", "-")
+        self.headers: dict[str, str] = {}  # sent with whatever comes
         self._is_head = scope["method"] == "HEAD"
         self._streaming = False
         self._done = False
@@ -133,7 +139,7 @@ class Reply:
         self, body: bytes, content_type: str, status: int = 200, headers: dict[str, str] | None = None
     ) -> None:
         pairs = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
-        pairs += [(key.lower().encode(), value.encode()) for key, value in (headers or {}).items()]
+        pairs += _encode_headers(self.headers | (headers or {}))
         self._done = True
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
         await self._send({"type": "http.response.body", "body": b"" if self._is_head else body})
@@ -152,7 +158,8 @@ class Reply:
     async def _start_stream(self) -> None:
         if not self._streaming:
             self._streaming = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+            pairs = [*_STREAM_HEADERS, *_encode_headers(self.headers)]
+            await self._send({"type": "http.response.start", "status": 200, "headers": pairs})
 
     async def fail(self, error: Exception) -> None:
         """Tell the client: as a status while none was sent, as an event inside a stream. Logs one line."""

@@ -1,69 +1,83 @@
 """Every check of a request, in one place. What passes here cannot hurt the engine.
 
 Each function raises :class:`RequestError` with field, limit and value; ``param`` is the field as the client
-spells it. Ranges of the sampling fields are those of :class:`SamplingParams`, which checks them itself.
+spells it. Ranges of the sampling fields are those of :class:`SamplingParams`, which checks them itself; all
+other ceilings are in ``limits``. Messages and tools are checked in ``chat_validation``.
 """
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from atom.entrypoints.openai.limits import (
+    MAX_ANSWERS,
+    MAX_COMPLETION_LOGPROBS,
+    MAX_JSON_DEPTH,
+    MAX_LABEL_CHARS,
+    MAX_METADATA,
+    MAX_PRIORITY,
+    MAX_PROMPTS,
+    MAX_SALT_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_K,
+    MAX_TOP_LOGPROBS,
+)
 from atom.entrypoints.openai.protocol import (
+    IGNORED_CHAT,
+    IGNORED_COMPLETION,
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
     UNSUPPORTED_EVERYWHERE,
     ChatCompletionRequest,
-    ChatMessage,
     CompletionRequest,
     GenerationFields,
 )
 from atom.errors import ContextLengthError, RequestError
-from atom.sampling_params import SamplingParams
-
-MAX_BODY_BYTES = 32 * 2**20
-MAX_PROMPTS = 512  # prompts of one completions request
-MAX_ANSWERS = 1024  # prompts x n
-MAX_MESSAGES = 4096
-MAX_CONTENT_PARTS = 4096  # of one message
-MAX_ROLE_CHARS = 64
-MAX_LABEL_CHARS = 512  # user, and each key and value of metadata
-MAX_METADATA = 16
-MAX_STOP_CHARS = 1024  # a stop string or bad word
-MAX_STOP_TOKEN_IDS = 64
-MAX_COMPLETION_LOGPROBS = 5
-MAX_TOP_LOGPROBS = 20
-MAX_SALT_CHARS = 256
-MAX_PRIORITY = 1000
-MAX_TOP_K = 2**31 - 1
+from atom.sampling_params import MAX_N, SamplingParams
+from atom.utils.suggest import suggest
 
 _SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "bad_words", "min_tokens", "ignore_eos",
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "prompt_logprobs",
+    "skip_special_tokens",
 )  # fmt: skip
 _CLIENT_NAME = {"stop_strings": "stop"}
 _JSON_PATH = re.compile(r"\$((?:\.\w+|\[\d*\]|\[\.\.\.\])+)")
 _REQUIRED = re.compile(r"missing required field `(\w+)`")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _SALT = re.compile(r"[\x21-\x7e]+")
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NULL = msgspec.Raw(b"null")
 
+T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R", bound=GenerationFields)
 
 
-def _require(ok: bool, field: str, rule: str, value: object) -> None:
+def require(ok: bool, field: str, rule: str, value: object) -> None:
+    """Refuse ``field`` unless ``ok``."""
     if not ok:
         raise RequestError(f"{field} must be {rule}, got {value!r}", param=field)
 
 
-def decode_request(body: bytes, request_type: type[R]) -> R:
-    """The typed request in ``body``, with every field that needs no engine checked.
+def decode_body(
+    body: bytes, request_type: type[T], *, ignored: Iterable[str] = (), strict: bool = False
+) -> tuple[T, list[str]]:
+    """The typed request in ``body``, and which of the ``ignored`` fields it sets.
+
+    Args:
+        ignored: fields of the API that the server does not use and says so.
+        strict: refuse any other field that the request type lacks; else it is passed over.
 
     Raises:
-        RequestError: not JSON, a field of the wrong type, a field we do not support, or one out of range.
+        RequestError: not JSON, a field of the wrong type, or (``strict``) an unknown one.
     """
     try:
         request = msgspec.json.decode(body, type=request_type)
+        values = _FIELDS.decode(body)
     except msgspec.ValidationError as error:
         message = str(error)
         path = _JSON_PATH.search(message)
@@ -75,12 +89,55 @@ def decode_request(body: bytes, request_type: type[R]) -> R:
         raise RequestError(f"The body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise RequestError("The body is nested too deeply", code="invalid_json") from None
-    if isinstance(request, CompletionRequest):
-        _check_supported(request, UNSUPPORTED_EVERYWHERE | UNSUPPORTED_COMPLETION)
-    else:
-        _check_supported(request, UNSUPPORTED_EVERYWHERE | UNSUPPORTED_CHAT)
+    unknown = {name for name in values.keys() - _names_of(request_type) if values[name] != _NULL}
+    told = sorted(unknown.intersection(ignored))
+    if strict and len(unknown) > len(told):
+        name = min(unknown.difference(ignored))
+        near = suggest(name, _names_of(request_type))
+        raise RequestError(f"Unknown field {name[:100]!r}{near}", param=name[:100], code="unknown_field")
+    return request, told
+
+
+@functools.cache
+def _names_of(request_type: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(field.encode_name for field in msgspec.structs.fields(request_type))
+
+
+def decode_request(body: bytes, request_type: type[R], strict: bool = False) -> tuple[R, list[str]]:
+    """A generating request with every field that needs no engine checked, and its fields that are ignored.
+
+    Raises:
+        RequestError: as :func:`decode_body`; or a field that we do not support, or one out of range.
+    """
+    is_chat = issubclass(request_type, ChatCompletionRequest)
+    ignored = IGNORED_CHAT if is_chat else IGNORED_COMPLETION
+    request, told = decode_body(body, request_type, ignored=ignored, strict=strict)
+    _check_supported(
+        request, UNSUPPORTED_EVERYWHERE | (UNSUPPORTED_CHAT if is_chat else UNSUPPORTED_COMPLETION)
+    )
     _check_shared(request)
-    return request
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        told.append("stream_options.include_obfuscation")
+    return request, told
+
+
+def check_free_form(field: str, value: Any, max_bytes: int) -> None:
+    """Refuse a value of no fixed shape that is too large or nested too deeply."""
+    try:
+        size = len(msgspec.json.encode(value))
+    except RecursionError:
+        raise RequestError(f"{field} must be nested at most {MAX_JSON_DEPTH} deep", param=field) from None
+    require(size <= max_bytes, field, f"at most {max_bytes} bytes of JSON", size)
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        require(depth <= MAX_JSON_DEPTH + 1, field, f"nested at most {MAX_JSON_DEPTH} deep", depth)
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
 
 
 def _check_supported(request: GenerationFields, table: Mapping[str, Sequence[Any]]) -> None:
@@ -103,15 +160,30 @@ def _check_shared(request: GenerationFields) -> None:
     if request.cache_salt is not None:
         salt = request.cache_salt
         ok = len(salt) <= MAX_SALT_CHARS and _SALT.fullmatch(salt) is not None
-        _require(ok, "cache_salt", f"1 to {MAX_SALT_CHARS} visible ASCII characters", salt[:MAX_SALT_CHARS])
+        require(
+            ok,
+            "cache_salt",
+            f"1 to {MAX_SALT_CHARS} visible ASCII characters",
+            salt[:MAX_SALT_CHARS],
+        )
     priority = request.priority or 0
-    _require(abs(priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", priority)
+    require(
+        abs(priority) <= MAX_PRIORITY,
+        "priority",
+        f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]",
+        priority,
+    )
     user = request.user or ""
-    _require(len(user) <= MAX_LABEL_CHARS, "user", f"at most {MAX_LABEL_CHARS} characters", len(user))
+    require(len(user) <= MAX_LABEL_CHARS, "user", f"at most {MAX_LABEL_CHARS} characters", len(user))
     metadata = request.metadata or {}
-    _require(len(metadata) <= MAX_METADATA, "metadata", f"at most {MAX_METADATA} entries", len(metadata))
+    require(
+        len(metadata) <= MAX_METADATA,
+        "metadata",
+        f"at most {MAX_METADATA} entries",
+        len(metadata),
+    )
     for text in (*metadata, *metadata.values()):
-        _require(
+        require(
             len(text) <= MAX_LABEL_CHARS,
             "metadata",
             f"of texts up to {MAX_LABEL_CHARS} characters",
@@ -120,38 +192,63 @@ def _check_shared(request: GenerationFields) -> None:
     stop = request.stop if isinstance(request.stop, list) else [request.stop or ""]
     for field, texts in (("stop", stop), ("bad_words", request.bad_words or ())):
         longest = max(map(len, texts), default=0)
-        _require(
-            longest <= MAX_STOP_CHARS, field, f"made of texts up to {MAX_STOP_CHARS} characters", longest
+        require(
+            longest <= MAX_STOP_CHARS,
+            field,
+            f"made of texts up to {MAX_STOP_CHARS} characters",
+            longest,
         )
     count = len(request.stop_token_ids or ())
-    _require(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} entries", count)
+    require(
+        count <= MAX_STOP_TOKEN_IDS,
+        "stop_token_ids",
+        f"at most {MAX_STOP_TOKEN_IDS} entries",
+        count,
+    )
 
 
 def requested_completion_logprobs(request: CompletionRequest) -> int | None:
     """How many alternatives a token to report; None for no log-probabilities."""
     if request.logprobs is not None:
         ok = 0 <= request.logprobs <= MAX_COMPLETION_LOGPROBS
-        _require(ok, "logprobs", f"in [0, {MAX_COMPLETION_LOGPROBS}]", request.logprobs)
+        require(ok, "logprobs", f"in [0, {MAX_COMPLETION_LOGPROBS}]", request.logprobs)
     return request.logprobs
+
+
+def requested_choices(request: CompletionRequest) -> tuple[int, int]:
+    """How many answers a prompt are told, and among how many candidates they are the likeliest."""
+    n, best_of = 1 if request.n is None else request.n, request.best_of
+    if best_of is None or best_of == n:
+        return n, n
+    require(n <= best_of <= MAX_N, "best_of", f"in [n, {MAX_N}], where n is {n}", best_of)
+    if request.stream:
+        raise RequestError(f"best_of must equal n ({n}) when stream is true, got {best_of}", param="best_of")
+    return n, best_of
+
+
+def is_scoring(request: GenerationFields) -> bool:
+    """Whether the prompt alone is of interest: no tokens, but its echo or log-probabilities."""
+    echo = getattr(request, "echo", None)
+    return request.max_tokens == 0 and bool(echo or request.prompt_logprobs is not None)
 
 
 def requested_chat_logprobs(request: ChatCompletionRequest) -> int | None:
     """The same for a chat request, where ``logprobs`` switches and ``top_logprobs`` counts."""
     if request.top_logprobs is not None:
         ok = 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS
-        _require(ok, "top_logprobs", f"in [0, {MAX_TOP_LOGPROBS}]", request.top_logprobs)
+        require(ok, "top_logprobs", f"in [0, {MAX_TOP_LOGPROBS}]", request.top_logprobs)
         if request.top_logprobs and not request.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true, got false", param="top_logprobs")
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
 def sampling_params(
-    request: GenerationFields, *, max_tokens: int | None, logprobs: int | None, vocab_size: int
+    request: GenerationFields, *, max_tokens: int | None, logprobs: int | None, vocab_size: int, **more: Any
 ) -> SamplingParams:
-    """Sampling rules of a request; ids in them are checked against the vocabulary."""
-    fields = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    """Sampling rules of a request (``more`` wins over its fields); ids in them are checked against the vocabulary."""
+    fields = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None} | more
     if request.top_k is not None:
-        _require(request.top_k <= MAX_TOP_K, "top_k", f"at most {MAX_TOP_K}", request.top_k)
+        require(request.top_k <= MAX_TOP_K, "top_k", f"at most {MAX_TOP_K}", request.top_k)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     try:
         params = SamplingParams(max_tokens=max_tokens, stop_strings=stop or None, logprobs=logprobs, **fields)
@@ -187,14 +284,16 @@ def split_prompts(request: CompletionRequest, vocab_size: int) -> list[str | lis
     else:
         prompts = prompt
         kinds = {type(item) for item in prompts}
-        _require(
+        require(
             len(kinds) == 1, "prompt", "a string, a list of strings, of ids or of id lists", _kinds(kinds)
         )
-    _require(len(prompts) <= MAX_PROMPTS, "prompt", f"at most {MAX_PROMPTS} prompts", len(prompts))
-    answers = len(prompts) * (request.n or 1)
-    _require(answers <= MAX_ANSWERS, "n", f"so that prompts x n is at most {MAX_ANSWERS}", answers)
+    require(len(prompts) <= MAX_PROMPTS, "prompt", f"at most {MAX_PROMPTS} prompts", len(prompts))
+    for field, count in (("n", request.n), ("best_of", request.best_of)):
+        answers = len(prompts) * (count or 1)
+        rule = f"so that prompts x {field} is at most {MAX_ANSWERS}"
+        require(answers <= MAX_ANSWERS, field, rule, answers)
     for item in prompts:
-        _require(len(item) > 0, "prompt", "not empty", item)
+        require(len(item) > 0, "prompt", "not empty", item)
         if not isinstance(item, str):
             check_token_ids("prompt", item, vocab_size)
     return prompts
@@ -205,15 +304,20 @@ def _kinds(kinds: set[type]) -> str:
 
 
 def check_context(
-    num_prompt_tokens: int, request: GenerationFields, max_tokens: int | None, limit: int
+    num_prompt_tokens: int,
+    max_tokens: int | None,
+    limit: int,
+    *,
+    min_tokens: int = 0,
+    source: str = "prompt",
+    field: str = "max_tokens",
 ) -> None:
-    """Refuse a request whose prompt and answer cannot both fit into ``limit`` tokens."""
-    field = "max_tokens"
-    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-        field = "max_completion_tokens"
-    source = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
-    if max_tokens is None and num_prompt_tokens + (request.min_tokens or 0) > limit:
-        field, max_tokens = "min_tokens", request.min_tokens
+    """Refuse a request whose prompt and answer cannot both fit into ``limit`` tokens.
+
+    ``source`` and ``field`` are what the client calls the prompt and ``max_tokens``.
+    """
+    if max_tokens is None and num_prompt_tokens + min_tokens > limit:
+        field, max_tokens = "min_tokens", min_tokens
     if num_prompt_tokens >= limit:
         wanted = "an answer" if max_tokens is None else f"the {max_tokens} of {field}"
         raise ContextLengthError(
@@ -226,39 +330,6 @@ def check_context(
             f"{num_prompt_tokens} of the prompt and {max_tokens} of {field}",
             param=field,
         )
-
-
-def check_messages(messages: list[ChatMessage]) -> None:
-    """Refuse messages that a chat template cannot be given."""
-    _require(0 < len(messages) <= MAX_MESSAGES, "messages", f"a list of 1 to {MAX_MESSAGES}", len(messages))
-    for i, message in enumerate(messages):
-        role = message.role
-        _require(
-            0 < len(role) <= MAX_ROLE_CHARS, f"messages[{i}].role", f"1 to {MAX_ROLE_CHARS} characters", role
-        )
-        for field in ("tool_calls", "tool_call_id"):
-            if getattr(message, field):
-                raise RequestError(
-                    f"messages[{i}].{field} is not supported: only null is accepted",
-                    param=f"messages[{i}].{field}",
-                    code="unsupported",
-                )
-        parts = message.content if isinstance(message.content, list) else []
-        _require(
-            len(parts) <= MAX_CONTENT_PARTS,
-            f"messages[{i}].content",
-            f"at most {MAX_CONTENT_PARTS} parts",
-            len(parts),
-        )
-        for j, part in enumerate(parts):
-            where = f"messages[{i}].content[{j}]"
-            if part.type != "text":
-                raise RequestError(
-                    f"{where}.type must be 'text', the only kind that this server reads, got {part.type!r}",
-                    param=f"{where}.type",
-                    code="unsupported",
-                )
-            _require(part.text is not None, f"{where}.text", "a string", None)
 
 
 def check_model(model: str | None, served_name: str) -> None:

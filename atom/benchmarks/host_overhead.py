@@ -4,7 +4,8 @@
 
 A worker that answers at once stands in for the model. A step is measured from scheduling to the moment its
 tokens are Python integers again in the front end: schedule, pack the input, commit, encode the message,
-send it through a Unix-domain socket, receive and decode it. Medians over many steps, one thread.
+send it through a Unix-domain socket, receive and decode it. Medians over many steps, one thread. Then the
+front end alone, see ``front_end``.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import numpy as np
 import zmq
 from tqdm import tqdm
 
+from atom.benchmarks import front_end
 from atom.config import Config
 from atom.core import BatchOutput, ScheduledBatch
 from atom.model_engine.engine_core import EngineCore
@@ -163,11 +165,18 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("atom").setLevel(logging.WARNING)
     results = run(args.steps, show_progress=sys.stderr.isatty())
     print(format_table(results))
+    streamed = front_end.run()
+    print("\n" + front_end.format_table(streamed))
     if args.json:
         chosen = {
             str(r.batch_size): r.us_per_step for r in results if r.loop == "overlapped" and r.prefix_cache
         }
-        print(json.dumps({"us_per_step": chosen, "all": [msgspec.to_builtins(r) for r in results]}))
+        told = {
+            "us_per_step": chosen,
+            "all": [msgspec.to_builtins(r) for r in results],
+            "streamed": [msgspec.to_builtins(r) for r in streamed],
+        }
+        print(json.dumps(told))
     return 0
 
 

@@ -23,6 +23,9 @@ from atom.runtime.transport import FrontSockets
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 120.0  # imports on a busy machine; the child connects before it loads anything
+# libgomp's threads spin up to a millisecond at the end of each of the hundreds of parallel regions of a step.
+# With cores to itself that costs nothing; where anything else wants a core it multiplies the step's time.
+_THREAD_DEFAULTS = {"GOMP_SPINCOUNT": "20000"}
 _POLL_S = 0.2  # how soon a death is noticed by the thread that reads the engine's output
 
 
@@ -43,7 +46,7 @@ class CoreManager(EngineClient):
         self._dead = threading.Event()
         child_config = EngineProcessConfig(config=config.to_dict(), folder=self._folder, index=0)
         self._child = ChildProcess(
-            "atom.model_engine.engine_process", child_config, "EngineCore", self._on_exit
+            "atom.model_engine.engine_process", child_config, "EngineCore", self._on_exit, _THREAD_DEFAULTS
         )
 
     @property

@@ -30,12 +30,20 @@ class ChildProcess:
         module: module whose ``main`` calls :func:`read_child_config`.
         config: anything msgspec turns into JSON.
         name: process title and the name in messages.
+        defaults: environment variables for the child where the user has not set them.
     """
 
-    def __init__(self, module: str, config: object, name: str, on_exit: Callable[["ChildProcess"], None]):
+    def __init__(
+        self,
+        module: str,
+        config: object,
+        name: str,
+        on_exit: Callable[["ChildProcess"], None],
+        defaults: dict[str, str] | None = None,
+    ):
         self.name = name
         self._on_exit = on_exit
-        env = dict(os.environ)
+        env = {**(defaults or {}), **os.environ}
         root = str(Path(__file__).resolve().parents[2])  # the folder that holds the atom package
         env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
         # The kernel ties the death signal to the *thread* that started the child: only the main thread

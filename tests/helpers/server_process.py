@@ -19,6 +19,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ROOT = Path(__file__).parents[2]
 READY_TIMEOUT_S = 60.0
 METRICS_INTERVAL_S = 0.05
+# One thread is enough for a tiny model; two would wait for each other wherever the machine has other work.
+FLAGS = ("--device", "cpu", "--num-threads", "1", "--server-port", "0")
 
 _READY = re.compile(r"ready: (http://\S+) serves ")
 _SAMPLE = re.compile(r"^atom:(\S+) (\S+)$", re.MULTILINE)
@@ -79,7 +81,7 @@ class ServerProcess:
     ):
         entry = ["tests.helpers.serve_with_fields"] if fields else ["atom.cli", "serve"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *entry, str(model), "--device", "cpu", "--server-port", "0", *flags],
+            [sys.executable, "-m", *entry, str(model), *FLAGS, *flags],
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,

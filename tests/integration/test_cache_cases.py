@@ -135,7 +135,7 @@ me = psutil.Process()
 params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 cycles = []
 for _ in range(5):
-    with LLMEngine(sys.argv[1], device="cpu", in_process=sys.argv[2] == "True") as engine:
+    with LLMEngine(sys.argv[1], device="cpu", num_threads=1, in_process=sys.argv[2] == "True") as engine:
         text = engine.generate("again and again", params, use_tqdm=False)[0]["text"]
     cycles.append({"text": text, "children": len(me.children()), "rss": me.memory_info().rss,
                    "threads": me.num_threads(), "files": me.num_fds()})

@@ -135,7 +135,10 @@ class CausalLM(nn.Module):
         return tensor
 
     def num_weight_bytes(self) -> int:
-        """Bytes that the weights take on this rank once they are loaded and packed."""
+        """Bytes that this rank's weights will take once loaded and packed.
+
+        Call it before loading: a packed weight is no parameter any more.
+        """
         return sum(p.nbytes for p in self.parameters()) + self.lm_head.num_extra_bytes()
 
     def after_load(self) -> None:

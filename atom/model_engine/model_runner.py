@@ -92,7 +92,7 @@ class ModelRunner(Worker):
         # Allocated and not touched, a model in host memory costs nothing yet: enough to plan by. What cannot
         # fit is said here, in seconds, before a weight is read.
         self.model = self._build_model(torch.device("cpu"))
-        self._weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        self._weight_bytes = self.model.num_weight_bytes()
         self._plan(self.model.cache_groups(self.block_size, self.dtype))
         if self.device.type != "cpu":
             self.model = self._build_model(self.device)

@@ -60,6 +60,8 @@ def test_no_tokens_needs_echo_or_prompt_logprobs(http):
     answer = http.post(COMPLETIONS, json={"prompt": "xy", "max_tokens": 0, "prompt_logprobs": 0})
     assert len(answer.json()["choices"][0]["prompt_logprobs"]) == 3
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}
+    both = {**body, "max_completion_tokens": 2, "prompt_logprobs": 0}  # the newer name wins
+    assert http.post("/v1/chat/completions", json=both).json()["usage"]["completion_tokens"] == 2
     assert bad(http, "/v1/chat/completions", **body)["param"] == "max_tokens"
     answer = http.post("/v1/chat/completions", json={**body, "prompt_logprobs": 0}).json()
     assert answer["choices"][0]["message"]["content"] == "" and answer["usage"]["completion_tokens"] == 0

@@ -155,7 +155,9 @@ async def prepare_chat(context: ServerContext, request: ChatCompletionRequest) -
     num_logprobs = requested_chat_logprobs(request)
     max_tokens, field = request.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
-        max_tokens, field = 1 if is_scoring(request) else request.max_tokens, "max_tokens"
+        max_tokens, field = request.max_tokens, "max_tokens"
+    if is_scoring(request):
+        max_tokens = 1
     params = sampling_params(
         request, max_tokens=max_tokens, logprobs=num_logprobs, vocab_size=context.engine.vocab_size
     )

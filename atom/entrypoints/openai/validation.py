@@ -160,51 +160,22 @@ def _check_shared(request: GenerationFields) -> None:
     if request.cache_salt is not None:
         salt = request.cache_salt
         ok = len(salt) <= MAX_SALT_CHARS and _SALT.fullmatch(salt) is not None
-        require(
-            ok,
-            "cache_salt",
-            f"1 to {MAX_SALT_CHARS} visible ASCII characters",
-            salt[:MAX_SALT_CHARS],
-        )
+        require(ok, "cache_salt", f"1 to {MAX_SALT_CHARS} visible ASCII characters", salt[:MAX_SALT_CHARS])
     priority = request.priority or 0
-    require(
-        abs(priority) <= MAX_PRIORITY,
-        "priority",
-        f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]",
-        priority,
-    )
-    user = request.user or ""
-    require(len(user) <= MAX_LABEL_CHARS, "user", f"at most {MAX_LABEL_CHARS} characters", len(user))
+    require(abs(priority) <= MAX_PRIORITY, "priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", priority)
     metadata = request.metadata or {}
-    require(
-        len(metadata) <= MAX_METADATA,
-        "metadata",
-        f"at most {MAX_METADATA} entries",
-        len(metadata),
-    )
-    for text in (*metadata, *metadata.values()):
-        require(
-            len(text) <= MAX_LABEL_CHARS,
-            "metadata",
-            f"of texts up to {MAX_LABEL_CHARS} characters",
-            len(text),
-        )
+    require(len(metadata) <= MAX_METADATA, "metadata", f"at most {MAX_METADATA} entries", len(metadata))
     stop = request.stop if isinstance(request.stop, list) else [request.stop or ""]
-    for field, texts in (("stop", stop), ("bad_words", request.bad_words or ())):
+    for field, texts, limit in (
+        ("user", [request.user or ""], MAX_LABEL_CHARS),
+        ("metadata", [*metadata, *metadata.values()], MAX_LABEL_CHARS),
+        ("stop", stop, MAX_STOP_CHARS),
+        ("bad_words", request.bad_words or (), MAX_STOP_CHARS),
+    ):
         longest = max(map(len, texts), default=0)
-        require(
-            longest <= MAX_STOP_CHARS,
-            field,
-            f"made of texts up to {MAX_STOP_CHARS} characters",
-            longest,
-        )
+        require(longest <= limit, field, f"made of texts up to {limit} characters", longest)
     count = len(request.stop_token_ids or ())
-    require(
-        count <= MAX_STOP_TOKEN_IDS,
-        "stop_token_ids",
-        f"at most {MAX_STOP_TOKEN_IDS} entries",
-        count,
-    )
+    require(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} entries", count)
 
 
 def requested_completion_logprobs(request: CompletionRequest) -> int | None:
@@ -228,8 +199,9 @@ def requested_choices(request: CompletionRequest) -> tuple[int, int]:
 
 def is_scoring(request: GenerationFields) -> bool:
     """Whether the prompt alone is of interest: no tokens, but its echo or log-probabilities."""
-    echo = getattr(request, "echo", None)
-    return request.max_tokens == 0 and bool(echo or request.prompt_logprobs is not None)
+    limit = getattr(request, "max_completion_tokens", None)
+    limit = request.max_tokens if limit is None else limit
+    return limit == 0 and bool(getattr(request, "echo", None) or request.prompt_logprobs is not None)
 
 
 def requested_chat_logprobs(request: ChatCompletionRequest) -> int | None:

@@ -1,4 +1,4 @@
-"""The ``atom`` command: ``serve``, ``generate`` and ``doctor``.
+"""The ``atom`` command: ``serve``, ``generate``, ``bench`` and ``doctor``.
 
 Arguments are read before anything heavy is imported, so that a mistake is told at once; ``doctor`` needs the
 standard library alone. Exit codes: 0 done, 1 the engine failed or the machine lacks something, 2 a wrong
@@ -6,6 +6,7 @@ flag or value.
 """
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ usage: atom COMMAND ...
 
   serve MODEL [flags]               serve a model over HTTP (OpenAI's API)
   generate MODEL [-p PROMPT] ...    print what a model answers; the prompt comes from standard input if none is given
+  bench KIND [flags]                measure: serve (a running server), host, text or cpu
   doctor [--json]                   what this machine has, what it lacks and which variables are set
 
   --version                         print the version
@@ -34,7 +36,7 @@ usage: atom COMMAND ...
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"serve": serve, "generate": generate, "doctor": doctor}
+    commands = {"serve": serve, "generate": generate, "bench": bench, "doctor": doctor}
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if words else 2
@@ -95,6 +97,29 @@ def generate(argv: list[str]) -> int:
         for answer in engine.generate(prompts, params):
             print(answer["text"], flush=True)
     return 0
+
+
+BENCHMARKS = {
+    "serve": "benchmark_serving",
+    "host": "host_overhead",
+    "text": "text_pipeline",
+    "cpu": "cpu_suite",
+}
+
+
+def bench(argv: list[str]) -> int:
+    """Run one of the benchmarks, which reads its flags itself."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: atom bench KIND [flags]\n")
+        for kind, module in BENCHMARKS.items():
+            print(f"  {kind:<8} python -m atom.benchmarks.{module}")
+        return 0 if argv else 2
+    if argv[0] not in BENCHMARKS:
+        raise ConfigError(
+            f"KIND must be one of {', '.join(BENCHMARKS)}, got {argv[0]!r}{suggest(argv[0], BENCHMARKS)}"
+        )
+    module = importlib.import_module(f"atom.benchmarks.{BENCHMARKS[argv[0]]}")
+    return module.main(argv[1:]) or 0
 
 
 def doctor(argv: list[str]) -> int:

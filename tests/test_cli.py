@@ -198,6 +198,12 @@ def test_json_object_values():
         (["generate", "m", "-p", "x", "-tp", "2"], 2, "--tensor-parallel-size is not available"),
         (["generate", "m", "-p", ""], 2, "--prompt must not be empty"),
         (["doctor", "--jsn"], 2, "did you mean '--json'"),
+        (
+            ["bench", "sreve"],
+            2,
+            "KIND must be one of serve, host, text, cpu, got 'sreve'; did you mean 'serve'",
+        ),
+        (["bench", "serve", "--model", "x", "--backend", "vlm"], 2, "did you mean 'vllm'"),
     ],
 )
 def test_mistakes_are_told_with_code_2(capsys, argv, code, told):

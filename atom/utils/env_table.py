@@ -133,7 +133,7 @@ TABLE: tuple[EnvVar, ...] = (
         integer("ATOM_LOADER_NUM_THREADS", 16,
                 "Threads that place weights; 1 loads one tensor after another.", lo=1, effective=True),
         integer("ATOM_TOKENIZE_CACHE_MB", 512,
-                "Memory that the server keeps for tokenized prompts it may see again; 0 none.", lo=0),
+                "Memory that the server keeps for tokenized prompts it may see again; 0 none.", lo=0, effective=True),
         flag("ATOM_LOADER_STRICT_COVERAGE", True,
              "Fail when a fused MoE weight misses an expert of the checkpoint; 0 warns instead."),
         flag("ATOM_LOADER_PREFETCH", True,
@@ -470,10 +470,10 @@ TABLE: tuple[EnvVar, ...] = (
     *group(
         "Incremental detokenizer",
         text("ATOM_DETOKENIZER_DELTA_REUSE", "auto",
-             "Reuse the last text delta instead of decoding it again; auto tests the tokenizer first.",
-             choices=("auto", "on", "off"), on_bad="log", bad_value="off"),
+             "Put an answer together from its tokens' pieces instead of decoding its last tokens again: auto where they equal the decode at start, on wherever the decoder is of a known kind, off never.",
+             choices=("auto", "on", "off"), on_bad="log", bad_value="off", effective=True),
         integer("ATOM_DETOKENIZER_AUDIT_EVERY", 1000,
-                "How often a reused delta is compared with a real decode.", lo=1, on_bad="log", bad_value=1000),
+                "After how many updates one is compared with a real decode; a difference turns the pieces off.", lo=1, on_bad="log", bad_value=1000, effective=True),
     ),
     *group(
         "Debug dump (atom.utils.debug_helper)",
@@ -501,11 +501,11 @@ TABLE: tuple[EnvVar, ...] = (
     *group(
         "Benchmarks (optional)",
         text("OPENAI_API_KEY", None,
-             "Key that benchmark clients send.", owner="OpenAI clients"),
+             "Key that benchmark_serving sends as a bearer token; OpenAI's own clients read it too.", effective=True),
         flag("VLLM_USE_MODELSCOPE", False,
-             "Benchmarks fetch models from ModelScope."),
+             "Benchmarks fetch models from ModelScope: not available, benchmark_serving refuses it.", effective=True),
         flag("SAVE_TO_PYTORCH_BENCHMARK_FORMAT", False,
-             "Benchmarks also save their results in PyTorch's format."),
+             "benchmark_serving also saves its result in PyTorch's benchmark format.", effective=True),
     ),
     *group(
         "Internal / Set by ATOM",

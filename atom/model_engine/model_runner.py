@@ -117,10 +117,11 @@ class ModelRunner(Worker):
                 f"max_model_len is {config.max_model_len}, but the model has {longest} positions "
                 "(max_position_embeddings)"
             )
-        self._chunk_tokens = min(config.max_num_batched_tokens or self._default_chunk(), 1 << 20)
+        context = config.max_model_len or longest
+        self._chunk_tokens = min(config.max_num_batched_tokens or self._default_chunk(context), 1 << 20)
         limits = CacheLimits(
             block_size=self.block_size,
-            max_model_len=config.max_model_len or longest,
+            max_model_len=context,
             max_model_len_is_explicit=config.max_model_len is not None,
             max_num_seqs=config.max_num_seqs,
             chunk_tokens=self._chunk_tokens,
@@ -157,11 +158,16 @@ class ModelRunner(Worker):
             ", ".join(f"{group.kind} {group.num_blocks} blocks" for group in plan.groups),
         )
 
-    def _default_chunk(self) -> int:
-        """Tokens of a prefill step: a device's batch, or what takes about ``CPU_CHUNK_SECONDS`` on the CPU."""
+    def _default_chunk(self, context: int) -> int:
+        """Tokens of a prefill step: a device's batch, or what takes about ``CPU_CHUNK_SECONDS`` on the CPU.
+
+        Each is taken to attend to ``context`` others, as those of a long prompt's last chunk do.
+        """
         if self.platform.name != "cpu":
             return DEVICE_CHUNK_TOKENS
-        flops_per_token = 2 * self._weight_bytes / self.dtype.itemsize
+        config = self.hf_config
+        attended = context * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+        flops_per_token = 2 * self._weight_bytes / self.dtype.itemsize + 4 * attended
         speed = CPU_FLOPS_PER_THREAD.get(self.dtype, 100e9) * torch.get_num_threads()
         tokens = int(CPU_CHUNK_SECONDS * speed / max(1, flops_per_token))
         return max(MIN_CHUNK_TOKENS, tokens - tokens % MIN_CHUNK_TOKENS, self.config.max_num_seqs)

@@ -17,7 +17,7 @@ from atom.runtime.liveness import HeartbeatThread, LivenessPage, ProcessState
 from atom.runtime.process import read_child_config, set_process_title
 from atom.runtime.startup_phases import StartupPhases
 from atom.runtime.transport import EngineSockets
-from atom.utils.gc_utils import freeze_heap
+from atom.utils.gc_utils import configure_gc, freeze_heap
 from atom.utils.logging import init_logger, set_process_name
 
 logger = init_logger(__name__)
@@ -39,6 +39,7 @@ def main() -> int:
     settings, parent_pid = read_child_config(EngineProcessConfig)
     set_process_title("EngineCore")
     set_process_name("EngineCore")
+    configure_gc()
     page = LivenessPage(os.path.join(settings.folder, f"liveness{settings.index}"))
     heartbeat = HeartbeatThread(page, parent_pid)
     heartbeat.start()

@@ -66,3 +66,51 @@ def test_freeze_can_be_turned_off(monkeypatch, value):
     before = gc.get_freeze_count()
     assert gc_utils.freeze_heap() == 0
     assert gc.get_freeze_count() == before
+
+
+def test_thresholds_come_from_the_environment(monkeypatch, caplog):
+    before = gc.get_threshold()
+    try:
+        monkeypatch.setenv("ATOM_GC_THRESHOLD", "1234, 5, 6")
+        gc_utils.configure_gc()
+        assert gc.get_threshold()[:2] == (1234, 5)
+        for bad in ("1,2", "a,b,c", "0,1,2", "5,-1,2"):
+            monkeypatch.setenv("ATOM_GC_THRESHOLD", bad)
+            with caplog.at_level(logging.WARNING):
+                gc_utils.configure_gc()
+            assert gc.get_threshold()[:2] == (1234, 5) and "ATOM_GC_THRESHOLD" in caplog.text
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_debug_logs_every_pass(monkeypatch, caplog):
+    monkeypatch.setenv("ATOM_GC_DEBUG", "1")
+    before = list(gc.callbacks)
+    try:
+        gc_utils.configure_gc()
+        gc_utils.configure_gc()
+        assert len(gc.callbacks) == len(before) + 1
+        cycle: list = []
+        cycle.append(cycle)
+        del cycle
+        with caplog.at_level(logging.INFO):
+            gc.collect()
+    finally:
+        gc.callbacks[:] = before
+    line = [r.getMessage() for r in caplog.records if r.getMessage().startswith("gc generation 2:")][-1]
+    assert " ms, " in line and int(line.split("ms, ")[1].split()[0]) >= 1 and line.endswith("tracked")
+
+
+def test_the_reclaim_watch_warns_once(caplog):
+    gc.collect()
+    watch = gc_utils.ReclaimWatch()
+    with caplog.at_level(logging.WARNING):
+        watch.check()
+        assert not caplog.records
+        for _ in range(2):
+            cycle: list = []
+            cycle.append(cycle)
+            del cycle
+            gc.collect()
+            watch.check()
+    assert watch.has_warned and len(caplog.records) == 1

@@ -35,6 +35,7 @@ from atom.model_engine.request_intake import make_sequence
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import Scheduler, StepResult
 from atom.model_engine.step_coordinator import NullCoordinator, StepCoordinator
+from atom.model_engine.step_metrics import StepMetrics
 from atom.model_engine.structured.guide_manager import GuideManager
 from atom.runtime.liveness import LivenessPage
 from atom.runtime.startup_phases import StartupPhases, format_phases
@@ -104,6 +105,7 @@ class EngineCore:
         # A plain function: a bound method here would be a cycle, and keep the memory until a full collection.
         self._step: Callable[[EngineCore], bool] = EngineCore._step_plain
         self._num_steps = 0
+        self._step_metrics = StepMetrics()
         self._checked_at = 0.0
         self._is_unchecked = False  # whether requests came or went since the last check of the books
         self._metrics_at = 0.0
@@ -234,6 +236,8 @@ class EngineCore:
         ended = self.scheduler.take_rejected()
         if ended:
             self._emit(StepResult.of_ended(ended).to_message())
+        if batch is not None:
+            self._step_metrics.observe(batch)
         if batch is not None and self._page is not None:
             self._page.begin_step(STEP_ALLOWANCE_S + STEP_ALLOWANCE_PER_TOKEN_S * batch.num_tokens)
         return batch
@@ -269,10 +273,13 @@ class EngineCore:
         """Counters and gauges of this engine by the names of ``/metrics``."""
         values = self.scheduler.stats()
         total, queried = values["kv_blocks_total"], values["prefix_query_tokens"]
-        return {name: values[key] for name, key in _METRICS.items()} | {
+        return {
+            **{name: values[key] for name, key in _METRICS.items()},
             "kv_cache_usage_ratio": values["kv_blocks_used"] / total if total else 0.0,
             "prefix_cache_hit_ratio": values["prefix_hit_tokens"] / queried if queried else 0.0,
             "engine_steps": self._num_steps,
+            **self._step_metrics.values(),
+            **self.worker.metrics(),
         }
 
     def _clear_kv_cache(self) -> bool:
@@ -286,9 +293,12 @@ _METRICS = {
     "requests_waiting": "waiting",
     "requests_partial_prefill": "partial",
     "requests_parked_kv_load": "parked",
+    "requests_oldest_waiting_seconds": "oldest_waiting_s",
+    "requests_oldest_running_seconds": "oldest_running_s",
     "preemptions": "preemptions",
     "kv_cache_blocks_used": "kv_blocks_used",
     "kv_cache_blocks_free": "kv_blocks_free",
+    "kv_cache_blocks_evictable": "kv_blocks_cached",
     "kv_cache_blocks_total": "kv_blocks_total",
     "kv_cache_blocks_indexed": "kv_blocks_indexed",
     "prefix_cache_cached_tokens": "prefix_hit_tokens",

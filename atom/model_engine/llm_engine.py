@@ -42,6 +42,7 @@ from atom.model_engine.streams import Answer, CallbackSink, CollectingSink, Requ
 from atom.model_engine.structured.guide_compiler import GuideCompiler, make_vocabulary
 from atom.model_loader.model_files import ModelFiles
 from atom.model_loader.tokenizer import Tokenizer
+from atom.runtime.histogram import Histogram
 from atom.runtime.liveness import Health
 from atom.sampling_params import SamplingParams
 from atom.utils import envs
@@ -52,6 +53,7 @@ logger = init_logger(__name__)
 _POLL_S = 0.2
 _PREPARE_POLL_S = 0.02
 UTILITY_TIMEOUT_S = 300.0
+DETOKENIZE_BOUNDS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # s, of a delta
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 PromptLike = str | list[int]
@@ -92,6 +94,7 @@ class LLMEngine:
         self.phases: dict[str, float] = {}
         self._info: dict[str, Any] = {}
         self._snapshot: dict[str, float] = {}
+        self._detokenize_time = Histogram(DETOKENIZE_BOUNDS)
         self._utilities: dict[int, Future] = {}
         self._call_ids = itertools.count(1)
         self._request_ids = itertools.count(1)
@@ -340,12 +343,17 @@ class LLMEngine:
     def _on_message(self, message) -> None:
         match message:
             case StepOutput():
+                began = time.perf_counter()
                 outputs, abort = self._io.process(message)
+                if outputs:
+                    each = (time.perf_counter() - began) / len(outputs)
+                    self._detokenize_time.observe(each, len(outputs))
                 if abort is not None:
                     self._client.send_control(abort)
                 deliver(outputs)
             case Metrics():
-                self._snapshot = message.values
+                own = self._detokenize_time.flatten("api_detokenize_chunk_seconds")
+                self._snapshot = message.values | own
             case UtilityResponse():
                 future = self._utilities.pop(message.call_id, None)
                 if future is not None and message.error:

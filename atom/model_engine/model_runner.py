@@ -15,6 +15,7 @@ from atom.errors import ConfigError
 from atom.kernels.reference import sampling as reference_sampling
 from atom.kernels.registry import selected_kernels
 from atom.model_engine.runner.device_tables import DeviceTables, StepInputs
+from atom.model_engine.runner.device_timer import make_device_timer
 from atom.model_engine.runner.input_packer import InputPacker, PackedStep
 from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
 from atom.model_engine.runner.limits import scheduler_limits
@@ -75,6 +76,7 @@ class ModelRunner(Worker):
         self.model: torch.nn.Module | None = None
         self.groups: list[CacheGroupSpec] = []
         self._profiler: Profiler | None = None
+        self._timer = make_device_timer(self.device, "gpu_forward_seconds", "gpu_sample_seconds")
 
     def _choose_dtype(self) -> torch.dtype:
         """``--dtype``; auto takes the checkpoint's own, and the platform's default where it names none."""
@@ -238,7 +240,9 @@ class ModelRunner(Worker):
         context_lens_host = [start + n for start, n in zip(batch.starts, batch.num_scheduled, strict=True)]
         inputs = self._tables.prepare(packed, step, max(context_lens_host))
         with set_forward_context(self._forward_context(batch, inputs, step, context_lens_host)):
+            stop_timer = self._timer.start("gpu_forward_seconds")
             hidden = self.model(inputs.input_ids, inputs.positions)
+            stop_timer()
         handle = StepHandle(batch, inputs, plan)
         indices = plan.indices
         if indices is None or indices:
@@ -295,9 +299,11 @@ class ModelRunner(Worker):
             self._tables.advance(handle.inputs, handle.inputs.rows[:0], handle.inputs.rows[:0])
             return
         plan = handle.plan
+        stop_timer = self._timer.start("gpu_sample_seconds")
         bans = late_bans(handle.batch) if plan.needs_late_mask else None
         handle.sampled = self._sampler.sample(handle.logits, plan, bans, masks)
         rows = handle.inputs.rows
+        stop_timer()
         sampled_rows = rows if plan.indices is None else rows[plan.indices]
         self._tables.advance(handle.inputs, sampled_rows, handle.sampled.token_ids)
         handle.logits = None  # the largest tensor of a step; the handle may wait for another one
@@ -343,6 +349,9 @@ class ModelRunner(Worker):
         layers = self.model.attention_layers().values()
         names = {"attention": ", ".join(sorted({layer.backend.name for layer in layers}))}
         return names | {op: ", ".join(kernels) for op, kernels in selected_kernels().items()}
+
+    def metrics(self) -> dict[str, float]:
+        return self._timer.values()
 
     def start_profile(self, directory: str | None) -> None:
         if self._profiler is not None:

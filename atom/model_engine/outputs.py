@@ -5,6 +5,19 @@ from dataclasses import dataclass
 from atom.core import TokenLogprobs
 
 
+@dataclass(frozen=True, slots=True)
+class FirstTimes:
+    """When a request passed the stations on the way to its first token (``time.monotonic()``)."""
+
+    submitted: float  # handed to the engine
+    scheduled: float  # its first forward pass
+    received: float  # the engine's process had told its first token
+
+    @property
+    def queue_time_s(self) -> float:
+        return max(0.0, self.scheduled - self.submitted)
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """One delta of one answer. ``text`` and ``output_tokens`` are what is new since the last delta.
@@ -27,4 +40,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # first output only; first entry None
     error: str | None = None
     kv_transfer_params_output: dict | None = None
-    queue_time_s: float | None = None  # first output only: from arrival to the first forward pass
+    first_times: FirstTimes | None = None  # first output only

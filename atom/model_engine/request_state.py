@@ -1,12 +1,13 @@
 """What the front end remembers of a request in flight: text state, counts, and where its output goes."""
 
+import time
 from typing import Protocol
 
 from atom.core import TokenLogprobs, openai_finish_reason
 from atom.model_engine.answer_stops import AnswerStopChecker, StopGate
 from atom.model_engine.detokenizer import Detokenizer
 from atom.model_engine.messages import Logprobs, RequestEvent
-from atom.model_engine.outputs import RequestOutput
+from atom.model_engine.outputs import FirstTimes, RequestOutput
 from atom.model_engine.stop_strings import StopChecker
 from atom.sampling_params import SamplingParams
 
@@ -115,7 +116,8 @@ class AnswerState:
     def _take_event(self, event: RequestEvent, output: RequestOutput) -> None:
         if event.num_cached_tokens >= 0:
             self.num_cached_tokens = event.num_cached_tokens
-            output.queue_time_s = max(0.0, event.first_scheduled_time - self.request.arrival_time)
+            arrival = self.request.arrival_time
+            output.first_times = FirstTimes(arrival, event.first_scheduled_time, time.monotonic())
         if event.logprobs is not None:
             output.logprobs = [_logprobs(entry) for entry in event.logprobs]
         if event.prompt_logprobs is not None:

@@ -451,7 +451,7 @@ class Scheduler:
     def num_partial(self) -> int:
         return len(self._roster.partial)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         """Counters for metrics; ``prefix_*`` and ``preemptions`` only grow."""
         life, roster, committer = self._life, self._roster, self._committer
         return {
@@ -460,6 +460,8 @@ class Scheduler:
             "partial": len(roster.partial),
             "parked": len(roster.parked),
             "deferred": len(roster.deferred),
+            "oldest_waiting_s": self._oldest_age(roster.waiting),
+            "oldest_running_s": self._oldest_age(roster.running),
             "preemptions": life.num_preemptions,
             "steps": self._step,
             "prefix_query_tokens": life.num_prefix_queries,
@@ -471,6 +473,11 @@ class Scheduler:
             "integrity_faults": self._num_integrity_faults,
             **self.manager.stats(),
         }
+
+    def _oldest_age(self, seqs: Iterable[Sequence]) -> float:
+        """Seconds since the first of them arrived; 0 when there are none."""
+        arrival = min((seq.arrival_time for seq in seqs), default=None)
+        return 0.0 if arrival is None else max(0.0, self._clock() - arrival)
 
     def clear_prefix_cache(self) -> None:
         """Forget every cached prefix; running sequences are not disturbed."""

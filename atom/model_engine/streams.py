@@ -20,8 +20,8 @@ def merge(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
         later.logprobs = earlier.logprobs + (later.logprobs or [])
     if earlier.prompt_logprobs is not None:
         later.prompt_logprobs = earlier.prompt_logprobs
-    if earlier.queue_time_s is not None:
-        later.queue_time_s = earlier.queue_time_s
+    if earlier.first_times is not None:
+        later.first_times = earlier.first_times
     return later
 
 

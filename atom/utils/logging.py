@@ -1,17 +1,20 @@
-"""Loggers whose lines say which process speaks; ``ATOM_LOG_MORE`` adds id, path, line and function."""
+"""Loggers whose lines say which process speaks; ``ATOM_LOG_MORE`` adds id, request, path, line and function."""
 
 import logging
 import sys
+from contextvars import ContextVar
 
 from atom.utils import envs
 
 _SHORT = "%(asctime)s %(levelname)s [%(atom_process)s] %(message)s"
 _LONG = (
-    "%(asctime)s %(levelname)s [%(atom_process)s pid=%(process)d] "
+    "%(asctime)s %(levelname)s [%(atom_process)s pid=%(process)d%(atom_request)s] "
     "%(pathname)s:%(lineno)d %(funcName)s: %(message)s"
 )
 _ROOT = "atom"
 _process_name = ""
+# The id of the request that the running code works for; long lines name it.
+log_request_id: ContextVar[str] = ContextVar("log_request_id", default="")
 
 
 def init_logger(name: str) -> logging.Logger:
@@ -39,6 +42,8 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         prefix = envs.ATOM_PROCESS_NAME_PREFIX
         record.atom_process = f"{prefix}::{_process_name}" if _process_name else prefix
+        request_id = log_request_id.get()
+        record.atom_request = f" request={request_id}" if request_id else ""
         return super().format(record)
 
 

@@ -7,14 +7,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from atom.entrypoints.openai.metrics import (
-    ENGINE_COUNTERS,
-    ENGINE_GAUGES,
-    SERVER_METRICS,
-    EngineSnapshot,
-    Histogram,
-    ServerMetrics,
-)
+from atom.entrypoints.openai import metric_names as names
+from atom.entrypoints.openai.metrics import EngineSnapshot, ServerMetrics
+from atom.runtime.histogram import Histogram, unflatten
 from tests.helpers.fake_engine import FakeEngine, ids_of
 from tests.helpers.live_server import LiveServer, wait_for
 
@@ -124,15 +119,36 @@ def test_histogram_weighs_observations():
     assert histogram.buckets() == ([("0.1", 3), ("1.0", 4), ("+Inf", 6)], pytest.approx(14.8))
 
 
+def test_histogram_travels_as_plain_numbers():
+    histogram = Histogram((0.5, 2, 10))
+    for value in (0.1, 3, 3, 99):
+        histogram.observe(value)
+    flat = histogram.flatten("a_b") | {"a_b_c|sum": 1.0, "other": 2.0}
+    assert unflatten("a_b", flat) == histogram.buckets()
+    assert unflatten("missing", flat) is None
+
+
+ALL_NAMES = {
+    *names.ENGINE_GAUGES,
+    *names.ENGINE_COUNTERS,
+    *names.ENGINE_HISTOGRAMS,
+    *names.ENGINE_STATES,
+    *names.SERVER_METRICS,
+    *names.PROCESS_METRICS,
+}
+
+
 def test_guide_lists_exactly_the_metrics_there_are(own_server):
     guide = Path(__file__).parents[2].joinpath("docs/metrics_guide.md").read_text()
     documented = set(re.findall(r"^\| `([a-z0-9_]+)` \|", guide, re.MULTILINE))
-    assert documented == {*ENGINE_GAUGES, *ENGINE_COUNTERS, *SERVER_METRICS}
-    for name in SERVER_METRICS:
+    assert documented == ALL_NAMES
+    for name in (*names.SERVER_METRICS, *names.PROCESS_METRICS):
         assert f"# TYPE atom:{name}" in own_server[1].get("/metrics").text, name
 
 
 def test_engine_reports_nothing_that_is_not_exported():
     from atom.model_engine.engine_core import _METRICS
+    from atom.model_engine.step_metrics import StepMetrics
 
-    assert set(_METRICS) <= {*ENGINE_GAUGES, *ENGINE_COUNTERS}
+    assert set(_METRICS) <= {*names.ENGINE_GAUGES, *names.ENGINE_COUNTERS}
+    assert set(vars(StepMetrics())) <= set(names.ENGINE_HISTOGRAMS)

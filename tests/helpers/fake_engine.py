@@ -168,6 +168,7 @@ class FakeEngine:
         )
         limit = min(params.max_tokens or self.max_model_len, self.max_model_len - len(prompt))
         script = self.script(prompt, index)[:limit]
+        scheduled = time.monotonic()
         for at in range(0, len(script), self.tokens_per_step):
             await asyncio.sleep(self.step_s)
             while self.is_paused:
@@ -183,7 +184,7 @@ class FakeEngine:
             if params.num_logprobs >= 0:
                 event.logprobs = [self._logprobs(token, params.num_logprobs) for token in ids]
             if at == 0:
-                event.num_cached_tokens = self.num_cached_tokens
+                event.num_cached_tokens, event.first_scheduled_time = self.num_cached_tokens, scheduled
                 if params.prompt_logprobs is not None:
                     event.prompt_logprobs = [self._logprobs(i, params.prompt_logprobs) for i in prompt[1:]]
             if self.fail_with and at > 0:

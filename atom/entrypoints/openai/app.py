@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,9 +13,11 @@ from atom.entrypoints.openai import protocol
 from atom.entrypoints.openai.chat import ChatEndpoint
 from atom.entrypoints.openai.completions import CompletionsEndpoint
 from atom.entrypoints.openai.context import ServerContext
+from atom.entrypoints.openai.debug import told_gc_census
 from atom.entrypoints.openai.errors import describe_http_exception
-from atom.entrypoints.openai.http import Reply, RequestIdMiddleware
+from atom.entrypoints.openai.http import Reply
 from atom.entrypoints.openai.info import InfoEndpoint, InfoHandlers, Told
+from atom.entrypoints.openai.middleware import make_middleware
 from atom.entrypoints.openai.openapi import Operation, make_document
 from atom.entrypoints.openai.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 
@@ -77,6 +78,7 @@ def make_routes(context: ServerContext) -> list[tuple[Operation, ASGIApp]]:
         tell("/metrics", "Prometheus metrics", info.metrics, media_type="text/plain"),
         tell("/server_info", "Model, parallel layout, device and limits", info.server_info, dict[str, Any]),
         tell("/version", "Version of the server", info.version, p.Version),
+        tell("/debug/gc_census", "What the garbage collector tracks", told_gc_census, dict[str, Any]),
     ]
     if context.engine.config.torch_profiler_dir:
         for path, summary, handler in (
@@ -114,7 +116,7 @@ def make_app(context: ServerContext) -> Starlette:
             Route(operation.path, endpoint, methods=list(operation.methods))
             for operation, endpoint in make_routes(context)
         ],
-        middleware=[Middleware(RequestIdMiddleware)],
+        middleware=make_middleware(context),
         exception_handlers={HTTPException: _on_http_exception},
     )
     app.router.redirect_slashes = False  # a redirect would be built from the client's Host header

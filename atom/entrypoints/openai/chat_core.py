@@ -4,7 +4,6 @@ An API turns its body into a :class:`ChatCompletionRequest`, ``prepare_chat`` ma
 runs, and an :class:`AnswerReader` for each answer takes the text apart: reasoning, content, tool calls.
 """
 
-import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from atom.entrypoints.openai.reasoning import (
     stop_gate,
 )
 from atom.entrypoints.openai.structured import compile_guide, requested_guide
+from atom.entrypoints.openai.telemetry import run_staged, stage
 from atom.entrypoints.openai.tool_parsers.answer import AnswerParser, make_answer_parser
 from atom.entrypoints.openai.tool_parsers.base import (
     ParserEvent,
@@ -264,17 +264,19 @@ async def render(context: ServerContext, request: ChatCompletionRequest) -> Rend
         kwargs["response_format"] = msgspec.to_builtins(request.response_format)
 
     def work() -> Rendered:
-        text = template.render(
-            template_messages(request.messages, "developer" in template.source),
-            tools=list(policy.tools) if policy.mode != "none" else None,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            kwargs=own | kwargs,
-        )
-        # The template writes the special tokens itself, so the tokenizer must not add any.
-        ids = context.engine.tokenizer.encode(text, add_special_tokens=False)
+        with stage("api_chat_template"):
+            text = template.render(
+                template_messages(request.messages, "developer" in template.source),
+                tools=list(policy.tools) if policy.mode != "none" else None,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                kwargs=own | kwargs,
+            )
+        with stage("api_tokenize"):
+            # The template writes the special tokens itself, so the tokenizer must not add any.
+            ids = context.engine.tokenizer.encode(text, add_special_tokens=False)
         return Rendered(ids, text[-PROMPT_TAIL_CHARS:], policy, ignored)
 
-    return await asyncio.get_running_loop().run_in_executor(context.executor, work)
+    return await run_staged(context.executor, work)
 
 
 def _thinking_kwargs(

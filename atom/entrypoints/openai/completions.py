@@ -20,6 +20,7 @@ from atom.entrypoints.openai.protocol import (
     Usage,
 )
 from atom.entrypoints.openai.structured import compile_guide, requested_guide
+from atom.entrypoints.openai.telemetry import stage
 from atom.entrypoints.openai.validation import (
     check_context,
     check_model,
@@ -162,7 +163,8 @@ class CompletionsEndpoint(GenerationEndpoint):
         guide = await compile_guide(engine, params.guide)
         texts_or_ids = split_prompts(request, engine.vocab_size)
         salt = request.cache_salt
-        prompts = await asyncio.gather(*(engine.preprocess(item, salt) for item in texts_or_ids))
+        with stage("api_tokenize"):
+            prompts = await asyncio.gather(*(engine.preprocess(item, salt) for item in texts_or_ids))
         for prompt in prompts:
             check_context(
                 len(prompt), params.max_tokens, engine.max_model_len, min_tokens=request.min_tokens or 0

@@ -10,9 +10,12 @@ from atom.entrypoints.openai.chat_template import ChatTemplate, load_chat_templa
 from atom.entrypoints.openai.inflight import InflightRequests
 from atom.entrypoints.openai.metrics import EngineSnapshot, ServerMetrics
 from atom.entrypoints.openai.reasoning import ReasoningDialect, detect_reasoning, get_reasoning_dialect
+from atom.entrypoints.openai.request_log import RequestLog
+from atom.entrypoints.openai.settings import ServerSettings
 from atom.entrypoints.openai.tool_parsers.base import ToolParser
 from atom.entrypoints.openai.tool_parsers.registry import detect_parser, get_tool_parser
 from atom.errors import ConfigError
+from atom.runtime.tracing import RequestTracer
 
 if TYPE_CHECKING:
     from atom.model_engine.llm_engine import LLMEngine
@@ -38,14 +41,38 @@ class ServerContext:
         default_factory=lambda: ThreadPoolExecutor(NUM_TEMPLATE_THREADS, "atom-template")
     )
     created: int = field(default_factory=lambda: int(time.time()))
+    settings: ServerSettings = field(default_factory=ServerSettings)
+    tracer: RequestTracer | None = None
+    request_log: RequestLog | None = None
+    startup_phases: dict[str, float] = field(default_factory=dict)  # of the whole server; empty: the engine's
     metrics: ServerMetrics = field(init=False)
 
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics(self._read_engine, lambda: len(self.inflight))
 
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each start-up phase."""
+        return self.startup_phases or self.engine.info().get("startup_phases", {})
+
+    def observe_with(
+        self, settings: ServerSettings, tracer: RequestTracer | None, request_log: RequestLog | None
+    ) -> None:
+        """Set what protects and observes the server. Before it serves."""
+        self.settings, self.tracer, self.request_log = settings, tracer, request_log
+        if request_log is not None:
+            self.metrics.num_log_lines_dropped = lambda: request_log.num_dropped
+
+    def close(self) -> None:
+        """Write what is still to be written of traces and requests."""
+        if self.request_log is not None:
+            self.request_log.close()
+        if self.tracer is not None:
+            self.tracer.close()
+
     def _read_engine(self) -> EngineSnapshot:
         health = self.engine.health()
-        phases = self.engine.info().get("startup_phases", {})
+        phases = self.phases
         stats = self.engine.stats()
         taken_at = time.time() if stats else 0.0
         return EngineSnapshot(stats, phases, health.ok, health.heartbeat_age_s, taken_at)

@@ -54,7 +54,7 @@ class Generation:
     def __init__(self, context: "ServerContext", job: Job, arrival: float):
         self._engine = context.engine
         self._job = job
-        self._observer = context.metrics.observe_request(arrival, job.is_streamed)
+        self._observer = context.metrics.observe_request(arrival, job.is_streamed, job.request_id, job.params)
         num_prompts, n = len(job.prompts), job.params.n
         self._num_open = [n] * num_prompts  # unfinished answers of each prompt
         self._num_output_tokens = [0] * (num_prompts * n)

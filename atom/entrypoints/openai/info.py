@@ -87,6 +87,7 @@ class InfoHandlers:
                 "vocab_size": engine.vocab_size,
                 "has_chat_template": self._context.chat_template is not None,
                 **engine.info(),
+                "startup_phases": self._context.phases,
             }
         )
 

@@ -12,17 +12,19 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
 from atom.entrypoints.openai.app import make_app
+from atom.entrypoints.openai.connection import BoundedProtocol
 from atom.entrypoints.openai.context import ServerContext
 from atom.entrypoints.openai.errors import ServerUnavailableError
-from atom.entrypoints.openai.sockets import socket_url
+from atom.entrypoints.openai.sockets import is_loopback, socket_url
 from atom.errors import EngineDeadError
+from atom.runtime.startup_phases import format_phases
 from atom.utils import envs
-from atom.utils.gc_utils import freeze_heap
+from atom.utils.gc_utils import ReclaimWatch, freeze_heap
 
 logger = logging.getLogger("atom.server")
 
@@ -45,13 +47,22 @@ class HttpServer:
     """Serves ``context`` on ``sock`` until a signal or the engine's death. Does not own the engine."""
 
     def __init__(
-        self, context: ServerContext, sock: socket.socket, *, keep_alive_s: int = 5, access_log: bool = True
+        self,
+        context: ServerContext,
+        sock: socket.socket,
+        *,
+        keep_alive_s: int = 5,
+        access_log: bool = True,
+        on_ready: Callable[[], None] | None = None,
     ):
         self._context = context
+        self._on_ready = on_ready
+        tls = context.settings.tls
+        self._scheme = "http" if tls is None else "https"
         self._sock = sock
         config = uvicorn.Config(
             make_app(context),
-            http="auto",
+            http=BoundedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -61,6 +72,7 @@ class HttpServer:
             backlog=BACKLOG,
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=1,
+            **({} if tls is None else tls.uvicorn_options()),
         )
         self._server = _UvicornServer(config)
         self._num_signals = 0
@@ -86,7 +98,8 @@ class HttpServer:
         try:
             while not (self._server.started or serving.done()):
                 await asyncio.sleep(0.001)
-            logger.info("ready: %s serves %s", socket_url(self._sock), self._context.served_model_name)
+            if self._server.started:
+                self._tell_ready()
             await self._until(lambda: self._num_signals > 0 or self._is_dead or serving.done())
             if self._is_dead:
                 await self._leave_dead()
@@ -99,6 +112,17 @@ class HttpServer:
             for number in (signal.SIGINT, signal.SIGTERM) if has_signals else ():
                 loop.remove_signal_handler(number)
         return EXIT_ENGINE_DEAD if self._is_dead else EXIT_STOPPED
+
+    def _tell_ready(self) -> None:
+        context = self._context
+        if self._on_ready is not None:
+            self._on_ready()
+        if context.phases:
+            logger.info("start: %s", format_phases(context.phases))
+        url = socket_url(self._sock, self._scheme)
+        if not (context.settings.clients or is_loopback(self._sock)):
+            logger.warning("%s can be reached from other machines and asks for no key (--api-key)", url)
+        logger.info("ready: %s serves %s", url, context.served_model_name)
 
     def stop(self) -> None:
         """What a signal does: the first call drains, the second ends at once."""
@@ -144,8 +168,10 @@ class HttpServer:
         await self._context.inflight.wait_idle(LAST_WORDS_S)
 
     async def _refresh_metrics(self) -> None:
+        watch = ReclaimWatch()
         while True:
             self._context.metrics.refresh()
+            watch.check()
             await asyncio.sleep(envs.ATOM_METRICS_UPDATE_INTERVAL_S)
 
 
@@ -168,10 +194,19 @@ def share_log_handlers(access_log: bool) -> None:
 
 
 def serve(
-    context: ServerContext, sock: socket.socket, *, keep_alive_s: int = 5, access_log: bool = True
+    context: ServerContext,
+    sock: socket.socket,
+    *,
+    keep_alive_s: int = 5,
+    access_log: bool = True,
+    on_ready: Callable[[], None] | None = None,
 ) -> int:
-    """Serve until told to stop or the engine dies; the exit code of the process."""
+    """Serve until told to stop or the engine dies; the exit code of the process.
+
+    Args:
+        on_ready: called once, when the port is open.
+    """
     share_log_handlers(access_log)
-    server = HttpServer(context, sock, keep_alive_s=keep_alive_s, access_log=access_log)
+    server = HttpServer(context, sock, keep_alive_s=keep_alive_s, access_log=access_log, on_ready=on_ready)
     freeze_heap()
     return server.run()

@@ -1,6 +1,7 @@
 """Sockets and file limits, before anything else is imported."""
 
 import contextlib
+import ipaddress
 import resource
 import socket
 
@@ -31,9 +32,14 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def socket_url(sock: socket.socket) -> str:
+def socket_url(sock: socket.socket, scheme: str = "http") -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def is_loopback(sock: socket.socket) -> bool:
+    """Whether only this machine can reach the socket."""
+    return ipaddress.ip_address(sock.getsockname()[0].split("%")[0]).is_loopback
 
 
 def raise_file_limit() -> None:

@@ -66,6 +66,10 @@ class Worker(ABC):
     def info(self) -> dict[str, Any]:
         """Device, dtype, backends and memory, for the log, ``/server_info`` and the demo."""
 
+    def metrics(self) -> dict[str, float]:
+        """What it measured, by the names of ``/metrics``; histograms in the flat form of ``Histogram.flatten``."""
+        return {}
+
     def start_profile(self, directory: str | None) -> None:
         """Start a profiler that writes to ``directory``. Raises ConfigError where there is none."""
         raise ConfigError(f"{type(self).__name__} has no profiler")

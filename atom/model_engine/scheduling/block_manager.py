@@ -210,11 +210,13 @@ class BlockManager:
         self.changes.record_clear()
 
     def stats(self) -> dict[str, int]:
-        """Blocks used, free, total and indexed: ``kv_blocks_used`` over all groups, ``..._g0`` of group 0."""
-        out = {"kv_blocks_used": 0, "kv_blocks_free": 0, "kv_blocks_total": 0, "kv_blocks_indexed": 0}
+        """Blocks used, free, free but cached, total and indexed: ``kv_blocks_used`` over all groups, ``..._g0`` of
+        group 0."""
+        out = {f"kv_blocks_{name}": 0 for name in ("used", "free", "cached", "total", "indexed")}
         for group in self.groups:
             free, total = group.num_free, group.num_total
-            counts = {"used": total - free, "free": free, "total": total, "indexed": group.num_indexed}
+            counts = {"used": total - free, "free": free, "cached": group.num_cached}
+            counts |= {"total": total, "indexed": group.num_indexed}
             for name, count in counts.items():
                 out[f"kv_blocks_{name}"] += count
                 out[f"kv_blocks_{name}_g{group.index}"] = count

@@ -65,6 +65,10 @@ class BlockPool:
         return len(self._vacant) + len(self._cached)
 
     @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 

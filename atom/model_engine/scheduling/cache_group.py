@@ -112,6 +112,11 @@ class CacheGroup(ABC):
         """Blocks that a prefix can still hit."""
         return 0
 
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that a prefix can still hit: the next ones to lose their content."""
+        return 0
+
     @abstractmethod
     def peak(self, num_tokens: int, chunk: int = 1) -> int:
         """The most blocks that a sequence of ``num_tokens``, computed ``chunk`` at a time, holds at once."""
@@ -207,6 +212,10 @@ class PagedGroup(CacheGroup):
     @property
     def num_indexed(self) -> int:
         return self.pool.num_indexed
+
+    @property
+    def num_cached(self) -> int:
+        return self.pool.num_cached
 
     def clear_cache(self) -> None:
         self.pool.clear_cache()

@@ -34,9 +34,11 @@ def tool_server(tiny_model):
         str(QUEUE),
     )
     server = ServerProcess(tiny_model, *flags)
-    yield server
-    server.check_sound()
-    server.kill()
+    try:
+        yield server
+        server.check_sound()
+    finally:
+        server.kill()
 
 
 def test_L1_scored_answer_has_the_logprobs_it_was_made_with(server):

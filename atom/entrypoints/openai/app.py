@@ -9,7 +9,13 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atom.entrypoints.openai import protocol
+from atom.entrypoints.openai import anthropic_protocol, protocol
+from atom.entrypoints.openai.anthropic import (
+    AnthropicReply,
+    CountTokensEndpoint,
+    MessagesEndpoint,
+    is_anthropic_path,
+)
 from atom.entrypoints.openai.chat import ChatEndpoint
 from atom.entrypoints.openai.completions import CompletionsEndpoint
 from atom.entrypoints.openai.context import ServerContext
@@ -26,7 +32,7 @@ _GET, _POST = ("GET", "HEAD"), ("POST",)
 
 def make_routes(context: ServerContext) -> list[tuple[Operation, ASGIApp]]:
     """Every route with what the OpenAPI document says of it."""
-    p, info = protocol, InfoHandlers(context)
+    p, a, info = protocol, anthropic_protocol, InfoHandlers(context)
     completions = Operation(
         "/v1/completions",
         _POST,
@@ -52,6 +58,27 @@ def make_routes(context: ServerContext) -> list[tuple[Operation, ASGIApp]]:
     routes = [
         (completions, CompletionsEndpoint(context)),
         (chat, ChatEndpoint(context)),
+        (
+            Operation(
+                "/v1/messages",
+                _POST,
+                "Answer a conversation, in Anthropic's form",
+                request=a.MessagesRequest,
+                response=a.MessageResponse,
+                event=a.StreamEvent,
+            ),
+            MessagesEndpoint(context),
+        ),
+        (
+            Operation(
+                "/v1/messages/count_tokens",
+                _POST,
+                "Prompt tokens that such a conversation has",
+                request=a.CountTokensRequest,
+                response=a.CountTokensResponse,
+            ),
+            CountTokensEndpoint(context),
+        ),
         (
             Operation(
                 "/tokenize",
@@ -104,7 +131,8 @@ async def _on_http_exception(request: Request, error: Exception) -> ASGIApp:
     status, body, headers = describe_http_exception(error, request.method, request.url.path)
 
     async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-        await Reply(scope, send).json(body, status, headers)
+        reply = (AnthropicReply if is_anthropic_path(request.url.path) else Reply)(scope, send)
+        await reply.json(reply.error_body(status, body), status, headers)
 
     return respond
 

@@ -8,6 +8,7 @@ from enum import Enum
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from atom.entrypoints.openai.anthropic import AnthropicReply, is_anthropic_path
 from atom.entrypoints.openai.errors import ErrorBody, ErrorObject
 from atom.entrypoints.openai.http import Reply, header
 from atom.entrypoints.openai.keys import KeyRing
@@ -54,7 +55,8 @@ class AuthMiddleware:
         headers = {"www-authenticate": "Bearer"} if status == 401 else {}
         body = ErrorBody(ErrorObject(message, "invalid_request_error", None, code))
         # The body is not read: whoever has no key costs nothing.
-        await Reply(scope, send).json(body, status, headers | {"connection": "close"})
+        reply = (AnthropicReply if is_anthropic_path(scope["path"]) else Reply)(scope, send)
+        await reply.json(reply.error_body(status, body), status, headers | {"connection": "close"})
 
     def _refusal(self, scope: Scope) -> tuple[int, str, str] | None:
         """Status, message and code; None for a request that may pass."""

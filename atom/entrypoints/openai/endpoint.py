@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from contextlib import aclosing
+from typing import ClassVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -16,6 +17,8 @@ from atom.errors import QueueFullError
 class GenerationEndpoint(ABC):
     """An ASGI application for one route."""
 
+    reply_type: ClassVar[type[Reply]] = Reply
+
     def __init__(self, context: ServerContext):
         self.context = context
 
@@ -25,7 +28,7 @@ class GenerationEndpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival = time.monotonic()
-        reply = Reply(scope, send)
+        reply = self.reply_type(scope, send)
         try:
             self.context.inflight.check_open()
             body = await read_json_body(scope, receive)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atom.entrypoints.openai.errors import ClientDisconnectedError, describe_error, log_error
+from atom.entrypoints.openai.errors import ClientDisconnectedError, ErrorBody, describe_error, log_error
 from atom.entrypoints.openai.limits import MAX_BODY_BYTES
 from atom.entrypoints.openai.validation import valid_request_id
 from atom.errors import RequestError
@@ -18,7 +18,7 @@ logger = logging.getLogger("atom.server")
 BODY_TIMEOUT_S = 60.0
 LAST_WRITE_TIMEOUT_S = 1.0
 
-_ENCODE_JSON = msgspec.json.Encoder().encode
+encode_json = msgspec.json.Encoder().encode
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -29,7 +29,7 @@ DONE = b"data: [DONE]\n\n"
 
 def sse_frame(value: Any) -> bytes:
     """One server-sent event that carries ``value`` as JSON."""
-    return b"data: " + _ENCODE_JSON(value) + b"\n\n"
+    return b"data: " + encode_json(value) + b"\n\n"
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -133,7 +133,7 @@ class Reply:
         self._done = False
 
     async def json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        await self.raw(_ENCODE_JSON(value), "application/json", status, headers)
+        await self.raw(encode_json(value), "application/json", status, headers)
 
     async def raw(
         self, body: bytes, content_type: str, status: int = 200, headers: dict[str, str] | None = None
@@ -161,6 +161,14 @@ class Reply:
             pairs = [*_STREAM_HEADERS, *_encode_headers(self.headers)]
             await self._send({"type": "http.response.start", "status": 200, "headers": pairs})
 
+    def error_body(self, status: int, body: ErrorBody) -> Any:
+        """An error in the API's own shape."""
+        return body
+
+    def error_frame(self, status: int, body: ErrorBody) -> bytes:
+        """The same as an event of a stream."""
+        return sse_frame(body)
+
     async def fail(self, error: Exception) -> None:
         """Tell the client: as a status while none was sent, as an event inside a stream. Logs one line."""
         status, body, headers = describe_error(error)
@@ -170,10 +178,10 @@ class Reply:
         try:
             async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):  # a client that does not read gets no more time
                 if self._streaming:
-                    await self.end(sse_frame(body))
+                    await self.end(self.error_frame(status, body))
                 else:
                     if status in (408, 413):
                         headers["connection"] = "close"  # the rest of the body is not going to be read
-                    await self.json(body, status, headers)
+                    await self.json(self.error_body(status, body), status, headers)
         except TimeoutError:
             logger.debug("%s: the client did not read the error", self.request_id)

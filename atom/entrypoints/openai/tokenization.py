@@ -2,6 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -25,6 +26,8 @@ from atom.errors import RequestError
 class JsonEndpoint(ABC):
     """An ASGI application that answers a JSON body with JSON."""
 
+    reply_type: ClassVar[type[Reply]] = Reply
+
     def __init__(self, context: ServerContext):
         self.context = context
 
@@ -33,7 +36,7 @@ class JsonEndpoint(ABC):
         """Raises RequestError."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(scope, send)
+        reply = self.reply_type(scope, send)
         try:
             await reply.json(await self.answer(await read_json_body(scope, receive)))
         except ClientDisconnectedError:

@@ -104,6 +104,11 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             case "structural":
                 self._check_tags()
 
+    @property
+    def has_json(self) -> bool:
+        """Whether JSON is among what the answer holds."""
+        return self.kind.startswith("json") or any(tag.schema for tag in self.tags)
+
     def error(self, text: str) -> RequestError:
         """A RequestError that begins with the field's name."""
         return RequestError(f"{self.field} {text}", param=self.field)

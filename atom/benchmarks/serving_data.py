@@ -146,7 +146,9 @@ def sharegpt_requests(
     """
     try:
         data = json.loads(path.read_bytes())
-        turns = [[turn["value"] for turn in row.get("conversations", row.get("conversation"))] for row in data]
+        turns = [
+            [turn["value"] for turn in row.get("conversations", row.get("conversation"))] for row in data
+        ]
     except OSError as error:
         raise ConfigError(f"--dataset-path {path} cannot be read: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -31,6 +31,7 @@ class CompiledGuide(msgspec.Struct, array_like=True, frozen=True):
     key: bytes
     backend: str
     data: bytes
+    is_json: bool = False  # white space between its parts means nothing
     start_after: str = ""  # the grammar starts once this text has been generated
 
 

@@ -17,7 +17,9 @@ def bits_of(rows: list[set[int]], num_words: int) -> np.ndarray:
     return np.packbits(flags, axis=1, bitorder="little").view(np.int32)
 
 
-@pytest.mark.parametrize("num_ids, num_words", [(50, 2), (64, 2), (70, 2), (3000, 94), (4096, 128)])
+@pytest.mark.parametrize(
+    "num_ids, num_words", [(50, 2), (64, 2), (70, 2), (3000, 94), (40_000, 1100), (36_000, 1200)]
+)
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.4, 0.999, 1.0])
 def test_masks_leave_what_is_allowed_and_nothing_else(num_ids, num_words, share):
     rng = np.random.default_rng(3)

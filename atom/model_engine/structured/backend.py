@@ -12,7 +12,6 @@ from atom.guide import Guide
 from atom.model_engine.structured.schema import unenforced_by_xgrammar
 
 BACKENDS = ("xgrammar", "llguidance")  # in the order in which "auto" takes them
-MAX_WHITESPACE = 16  # characters between two elements of JSON: a model that only writes spaces gets on
 JSON_OBJECT_SCHEMA = '{"type":"object"}'
 
 

@@ -316,4 +316,6 @@ def _resolve(waiter: _Waiter, key: bytes, backend: str, result: _Result) -> None
             guide.error(f"does not compile as {guide.kind}: {result.failure.strip()}")
         )
     else:
-        waiter.future.set_result(CompiledGuide(key, backend, result.data, guide.start_after or ""))
+        waiter.future.set_result(
+            CompiledGuide(key, backend, result.data, guide.has_json, guide.start_after or "")
+        )

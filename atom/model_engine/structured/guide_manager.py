@@ -24,6 +24,7 @@ from atom.utils.logging import init_logger
 
 logger = init_logger(__name__)
 
+MAX_BLANK_BYTES = 64  # of white space in a row; then JSON has to go on: random and small models never would
 LOADED_BYTES = 64 << 20  # of grammars that are kept although no sequence uses them
 
 
@@ -37,6 +38,7 @@ class _Guided:
     marker: bytes
     matcher: Matcher | None = None
     tail: bytes = b""  # the last bytes before the marker
+    num_blank: int = 0  # bytes of white space at the end of the answer
 
 
 class GuideManager:
@@ -50,6 +52,7 @@ class GuideManager:
         self._grammars: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()
         self._num_bytes = 0
         self._bits = np.zeros((0, 0), np.int32)
+        self._blank_bits = np.zeros(0, np.int32)  # of tokens that are nothing but white space
 
     # -- libraries
 
@@ -59,7 +62,7 @@ class GuideManager:
         Raises ImportError, and whatever else the library raises.
         """
         if vocabulary and self._vocabulary is None:
-            self._vocabulary = msgspec.msgpack.decode(vocabulary, type=Vocabulary)
+            self._set_vocabulary(msgspec.msgpack.decode(vocabulary, type=Vocabulary))
         loaded = self._backends.get(backend)
         if isinstance(loaded, Exception):
             del self._backends[backend]
@@ -69,6 +72,12 @@ class GuideManager:
             self._loading[backend] = thread
             thread.start()
         return loaded is not None
+
+    def _set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        flags = np.zeros(-(-len(vocabulary) // 32) * 32, np.uint8)
+        flags[[i for i, token in enumerate(vocabulary.tokens) if token.isspace()]] = 1
+        self._blank_bits = np.packbits(flags, bitorder="little").view(np.int32)
 
     def _load(self, backend: str) -> None:
         try:
@@ -143,6 +152,10 @@ class GuideManager:
                 bits[:at] = self._bits
             masks.bits = self._bits = bits
         guided.matcher.fill_mask(self._bits, at)
+        if guided.num_blank >= MAX_BLANK_BYTES:
+            others = self._bits[at] & ~self._blank_bits
+            if others.any():
+                self._bits[at] = others
         masks.rows.append(row)
         seq = guided.seq
         if seq.num_output_tokens < seq.params.min_tokens and guided.matcher.is_finished:
@@ -165,6 +178,9 @@ class GuideManager:
                 self._look_for_marker(guided, token)
             elif not guided.matcher.accept(token):
                 raise RuntimeError(f"token {token} does not fit the grammar")
+            elif guided.guide.is_json:
+                text = self._vocabulary.tokens[token]
+                guided.num_blank = guided.num_blank + len(text) if text.isspace() else 0
 
     def _look_for_marker(self, guided: _Guided, token: int) -> None:
         tokens = self._vocabulary.tokens

@@ -10,7 +10,6 @@ from llguidance.gbnf_to_lark import any_to_lark
 from atom.guide import Guide, Tag
 from atom.model_engine.structured.backend import (
     JSON_OBJECT_SCHEMA,
-    MAX_WHITESPACE,
     Grammar,
     GrammarBackend,
     GrammarError,
@@ -19,8 +18,6 @@ from atom.model_engine.structured.backend import (
     VocabularyIndex,
 )
 from atom.model_engine.structured.schema import make_explicit
-
-_JSON_OPTIONS = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"}
 
 
 class _Words:
@@ -109,9 +106,9 @@ class Backend(GrammarBackend):
     def _grammar(self, guide: Guide) -> str:
         match guide.kind:
             case "json_object":
-                return llg.LLMatcher.grammar_from_json_schema(JSON_OBJECT_SCHEMA, overrides=_JSON_OPTIONS)
+                return llg.LLMatcher.grammar_from_json_schema(JSON_OBJECT_SCHEMA)
             case "json_schema":
-                return llg.LLMatcher.grammar_from_json_schema(_explicit(guide.text), overrides=_JSON_OPTIONS)
+                return llg.LLMatcher.grammar_from_json_schema(_explicit(guide.text))
             case "regex":
                 return llg.LLMatcher.grammar_from_regex(guide.text)
             case "grammar":
@@ -140,10 +137,7 @@ class Backend(GrammarBackend):
 
     def _tag_rules(self, guide: Guide, tag: Tag, i: int) -> list[str]:
         if tag.schema:
-            options = msgspec.json.decode(_explicit(tag.schema))
-            if isinstance(options, dict):
-                options["x-guidance"] = _JSON_OPTIONS
-            body = "%json " + json.dumps(options)
+            body = "%json " + _explicit(tag.schema)
         else:
             body = f"any_{i}"
         begin, end = self._index.pieces(tag.begin), self._index.pieces(tag.end)

@@ -10,7 +10,6 @@ import xgrammar as xgr
 from atom.guide import Guide, Tag
 from atom.model_engine.structured.backend import (
     JSON_OBJECT_SCHEMA,
-    MAX_WHITESPACE,
     Grammar,
     GrammarBackend,
     GrammarError,
@@ -89,9 +88,7 @@ class Backend(GrammarBackend):
                 return self._compile_format(self._tags_format(guide))
 
     def _compile_schema(self, text: str) -> xgr.CompiledGrammar:
-        return self._compiler.compile_json_schema(
-            _explicit(text), strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
-        )
+        return self._compiler.compile_json_schema(_explicit(text), strict_mode=False)
 
     def _compile_format(self, format_: dict[str, Any]) -> xgr.CompiledGrammar:
         return self._compiler.compile_structural_tag({"type": "structural_tag", "format": format_})
@@ -112,8 +109,6 @@ class Backend(GrammarBackend):
         if tag.schema:
             schema = msgspec.json.decode(_explicit(tag.schema))
             content = {"type": "json_schema", "json_schema": schema, "style": tag.style}
-            if tag.style == "json":
-                content["max_whitespace_cnt"] = MAX_WHITESPACE
         begin, *after = self._index.pieces(tag.begin)
         *before, end = self._index.pieces(tag.end) or [""]
         if after or before:

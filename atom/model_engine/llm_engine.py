@@ -14,6 +14,7 @@ import queue
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -110,8 +111,10 @@ class LLMEngine:
             self._model_type: str | None = files.hf_config.get("model_type")
             self.tokenizer = tokenizer or files.load_tokenizer()
             self._io = InputOutputProcessor(config, self.tokenizer, self.tokenizer.eos_ids)
+            engine = weakref.proxy(self)  # a cycle would keep a closed engine until a full collection
             self._guides = GuideCompiler(
-                lambda: make_vocabulary(self.tokenizer, self.vocab_size), self._prepare_guides
+                lambda: make_vocabulary(engine.tokenizer, engine.vocab_size),
+                lambda backend, vocabulary: engine._prepare_guides(backend, vocabulary),
             )
             self._wait_until_ready(StartupProgress(show_progress))
         except BaseException:

@@ -4,7 +4,9 @@ The scripted worker answers with the prompt itself and ends, so every expected t
 """
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -194,3 +196,17 @@ def test_close_is_idempotent_and_llm_is_the_same_class(folder):
 def test_a_failing_utility_raises_with_the_engines_words(engine):
     with pytest.raises(AtomError, match="unknown command 'nonsense'"):
         engine.call_utility("nonsense")
+
+
+def test_M4_a_closed_engine_is_gone_with_its_last_reference(folder):
+    gc.collect()
+    gc.disable()
+    try:
+        engine = new_engine(folder)
+        engine.generate("used once", GREEDY)
+        engine.close()
+        gone = [weakref.ref(engine), weakref.ref(engine.tokenizer)]
+        del engine
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()

@@ -67,7 +67,7 @@ def test_D1_client_that_leaves_frees_its_place_within_a_second(echo, streamed, p
     assert finished(metrics, "abort") == aborted + 2
 
 
-def test_D1_client_that_leaves_while_it_waits_in_the_queue_or_is_prefilled(echo):
+def test_D1_client_that_leaves_while_its_prompt_is_prefilled(echo):
     """A prompt of 50,000 tokens takes a second to prefill, in steps of 41 ms."""
     with send(echo, COMPLETIONS, {"prompt": "y" * 50_000}):
         echo.wait_for_metrics(

@@ -172,6 +172,7 @@ def test_refused_and_left_requests_are_traced_as_what_they_are(collector, traced
     assert wait_for(lambda: sum(s.name == "text_completion fake" for s in collector.spans) == 2, 5)
     refused, left = (s for s in collector.spans if s.name == "text_completion fake")
     assert attributes_of(refused)["http.response.status_code"] == 400
+    assert [s.name for s in collector.spans if s.parent_span_id == refused.span_id] == ["preprocess"]
     assert refused.status.code == refused.status.STATUS_CODE_UNSET  # the client's fault, not ours
     assert attributes_of(left)["http.response.status_code"] == 499
     assert attributes_of(left)["gen_ai.response.finish_reasons"] == ["abort"]

@@ -38,7 +38,7 @@ class AuthMiddleware:
 
     Args:
         clients: may use every route but those of administrators.
-        admins: may use every route. None: administrators' routes are closed if ``clients`` has keys.
+        admins: may use every route. Without one, administrators' routes are closed if ``clients`` has keys.
     """
 
     def __init__(self, app: ASGIApp, clients: KeyRing, admins: KeyRing):

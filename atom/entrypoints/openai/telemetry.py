@@ -21,7 +21,7 @@ from atom.utils import envs
 from atom.utils.logging import init_logger, log_request_id
 
 if TYPE_CHECKING:
-    from atom.entrypoints.openai.metrics import RequestObserver
+    from atom.entrypoints.openai.request_observer import RequestObserver
 
 logger = init_logger("atom.server")
 
@@ -130,7 +130,7 @@ class TelemetryMiddleware:
         log = self._log
         assert log is not None
         body: list[bytes] = []
-        is_read = is_stream = False
+        is_read = False
         status = 0
 
         async def receive_logged() -> Message:
@@ -147,13 +147,12 @@ class TelemetryMiddleware:
             return message
 
         async def send_logged(message: Message) -> None:
-            nonlocal is_stream, status
+            nonlocal status
             await send(message)
             if message["type"] == "http.response.start":
                 status = message["status"]
                 return
             has_more = message.get("more_body", False)
-            is_stream = is_stream or has_more
             line = make_line(record.request_id, "chunk" if has_more else "response")
             line.status = 0 if has_more else status
             log.put(line, message.get("body", b""))
@@ -198,6 +197,8 @@ class TelemetryMiddleware:
             attributes["gen_ai.response.model"] = self._model
             attributes |= observer.attributes()
             trace.phases = observer.phases(now)
+        elif operation is not None:
+            trace.phases = [("preprocess", record.arrival, now)]
         if record.status >= 500:
             attributes["error.type"] = str(record.status)
             trace.error = f"HTTP {record.status}"

@@ -198,6 +198,9 @@ def test_probes_are_not_traced_and_a_dead_collector_costs_nothing(collector, tra
         assert client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}).status_code == 200
     assert time.monotonic() - started < 3
     assert not collector.spans
+    started = time.monotonic()
+    server.context.tracer.close()
+    assert time.monotonic() - started < 2.5
 
 
 @pytest.mark.parametrize("endpoint", ["", "localhost:4318"])

@@ -60,9 +60,8 @@ def mask_row(logits: np.ndarray, words: np.ndarray) -> None:
         for start in range(0, len(allowed), _CHUNK):
             some_bits = allowed[start : start + _CHUNK]
             part = logits[8 * start : 8 * (start + len(some_bits))]
-            np.take(
-                _LIMITS, some_bits, axis=0, mode="clip", out=limits[: len(some_bits)]
-            )  # "raise" would copy
+            # Every byte is an index; "clip" only spares the copy that "raise" makes.
+            np.take(_LIMITS, some_bits, axis=0, mode="clip", out=limits[: len(some_bits)])
             np.minimum(part, limits.reshape(-1)[: len(part)], out=part)
 
 

@@ -123,9 +123,10 @@ def test_open_objects_are_closed_unless_the_schema_speaks_of_others():
     closed = make_explicit({"properties": {"a": {"properties": {"b": {}}}}, "required": ["a", "z"]})
     assert closed["additionalProperties"] is False and closed["properties"]["z"] is True
     assert closed["properties"]["a"]["additionalProperties"] is False
+    assert closed["type"] == closed["properties"]["a"]["type"] == "object"
     for schema in (
         {"type": "object"},
-        {"properties": {"a": {}}, "additionalProperties": {"type": "null"}},
+        {"type": ["object", "null"], "properties": {"a": {}}, "additionalProperties": {"type": "null"}},
         {"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]},
         {"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]},
     ):

@@ -10,6 +10,9 @@ _UNENFORCED = frozenset(
         "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems",
     )
 )  # fmt: skip
+_OTHERS = frozenset(
+    ("additionalProperties", "unevaluatedProperties", "minProperties")
+)  # speak of unnamed ones
 _ALTERNATIVES = ("$ref", "anyOf", "oneOf", "allOf")  # xgrammar takes the first of these and nothing beside it
 _RESTRICTING = frozenset(
     (
@@ -63,21 +66,24 @@ def _has_alternatives_beside(part: dict[str, Any]) -> bool:
 def make_explicit(schema: Any) -> Any:
     """Say, in place, what a language model had better keep to although the schema leaves it open.
 
-    Objects that name properties get no others, unless the schema says something about others or combines
-    objects; names that are required but not described become properties of any type. What fits the result
-    fits the schema.
+    What names properties is an object. It gets no others, unless the schema says something about others or
+    combines schemas. Names that are required but not described become properties of any type. What fits the
+    result fits the schema.
     """
     parts = list(subschemas(schema))
-    combines = any("allOf" in part or _has_alternatives_beside(part) for _, part in parts)
+    if any("allOf" in part or _has_alternatives_beside(part) for _, part in parts):
+        return schema
     for _, part in parts:
-        required = [name for name in part.get("required", ()) if name not in part.get("properties", {})]
-        if required and not combines:
+        properties = part.get("properties", {})
+        missing = [name for name in part.get("required", ()) if name not in properties]
+        if not properties and not missing:
+            continue
+        part.setdefault("type", "object")
+        if missing:
             others = part.get("additionalProperties", True)
             others = True if others is False else others  # contradicts itself: the answer has to have it
-            part["properties"] = part.get("properties", {}) | dict.fromkeys(required, others)
-            part.setdefault("type", "object")
-        is_open = "additionalProperties" not in part and "unevaluatedProperties" not in part
-        if part.get("properties") and is_open and not combines and "minProperties" not in part:
+            part["properties"] = properties | dict.fromkeys(missing, others)
+        if properties and not _OTHERS & part.keys():
             part["additionalProperties"] = False
     return schema
 

@@ -113,16 +113,21 @@ class EngineCore:
 
     # -- life
 
-    def start(self, report: ReportProgress) -> None:
+    def start(self, report: ReportProgress, settle: Callable[[], object] | None = None) -> None:
         """Load, allocate, warm up, and tell the front end that the engine serves.
+
+        ``settle`` is the last phase before that: what the owner of the process does once its heap is complete.
 
         Raises ConfigError, ModelLoadError, CacheBudgetError.
         """
-        for phase, action in (
+        actions: list[tuple[str, Callable[[], object]]] = [
             ("load weights", lambda: self.worker.load(report)),
             ("allocate cache", self._allocate),
             ("warm up", lambda: self.worker.warm_up(report)),
-        ):
+        ]
+        if settle is not None:
+            actions.append(("settle heap", settle))
+        for phase, action in actions:
             self._phases.begin(phase)
             report(phase, 0.0)
             action()

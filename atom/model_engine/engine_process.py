@@ -66,8 +66,7 @@ def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: S
     from atom.model_engine.engine_core import EngineCore
 
     core = EngineCore(config, sockets.send, phases=phases, page=page)
-    core.start(lambda phase, fraction: sockets.send(Progress(phase, fraction)))
-    freeze_heap()
+    core.start(lambda phase, fraction: sockets.send(Progress(phase, fraction)), settle=freeze_heap)
     page.set_state(ProcessState.READY)
     try:
         run_loop(core, sockets)

@@ -133,6 +133,7 @@ class EngineCore:
             action()
         seconds = self._phases.end()
         logger.info("engine ready: %s", format_phases(seconds))
+        self._emit(Metrics(self.stats()))  # before the first scrape: /metrics is never empty
         self._emit(Ready(self.worker.info(), seconds))
 
     def _allocate(self) -> None:

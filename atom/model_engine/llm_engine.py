@@ -143,6 +143,8 @@ class LLMEngine:
                             progress.update(message.phase, message.fraction)
                         case Failed():
                             raise _as_error(message)
+                        case Metrics():
+                            self._snapshot = message.values
                         case Ready():
                             self._on_ready(message)
                         case UtilityResponse():

@@ -69,7 +69,6 @@ class Sequence:
         "arrival_time",
         "first_scheduled_time",
         "prompt_logprobs",
-        "connector_state",
     )
 
     def __init__(
@@ -120,7 +119,6 @@ class Sequence:
         self.arrival_time = arrival_time  # time.monotonic() of the front end
         self.first_scheduled_time = 0.0
         self.prompt_logprobs: list[TokenLogprobs] = []  # gathered chunk by chunk until the first output
-        self.connector_state: Any = None
 
     @property
     def num_tokens(self) -> int:
@@ -193,10 +191,6 @@ class ScheduledBatch:
     def num_seqs(self) -> int:
         return len(self.seqs)
 
-    @property
-    def num_decode_seqs(self) -> int:
-        return len(self.seqs) - self.num_prefill_seqs
-
 
 @dataclass(slots=True)
 class TokenLogprobs:
@@ -235,17 +229,6 @@ class BatchOutput:
     logprobs: dict[int, list[TokenLogprobs]] | None = None  # batch index -> one entry a kept token
     prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None  # batch index -> a row a chunk position
     errors: dict[int, str] | None = None  # batch index -> why this sequence alone failed
-
-
-@dataclass(slots=True)
-class SequenceOutput:
-    """What one commit adds to one request: the delta that goes to the front end."""
-
-    seq: Sequence
-    new_ids: list[int]
-    finished: bool
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 def openai_finish_reason(leave_reason: str) -> str:

@@ -294,8 +294,10 @@ class DetokenizerFactory:
         return maker()
 
     def _choose(self, skip_special_tokens: bool) -> Callable[[], Detokenizer]:
+        tokenizer = self._tokenizer  # not self: what is returned is kept by self
+
         def decode(ids: list[int]) -> str:
-            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
         def make_window() -> Detokenizer:
             return WindowDetokenizer(decode)

@@ -447,10 +447,6 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._roster.running)
 
-    @property
-    def num_partial(self) -> int:
-        return len(self._roster.partial)
-
     def stats(self) -> dict[str, float]:
         """Counters for metrics; ``prefix_*`` and ``preemptions`` only grow."""
         life, roster, committer = self._life, self._roster, self._committer

@@ -9,7 +9,6 @@ class Agreement:
     """The outcome of one round."""
 
     may_schedule: bool = True
-    must_run_dummy: bool = False  # a peer has work while this engine has none
     must_stop: bool = False
 
 

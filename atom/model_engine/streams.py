@@ -10,19 +10,31 @@ from atom.model_engine.outputs import RequestOutput
 
 StreamCallback = Callable[[RequestOutput], None]
 
+_APPENDED = {"text", "output_tokens", "logprobs"}
+_KEPT_OF_THE_FIRST = ("prompt_logprobs", "first_times")
+_IDENTITY = {"request_id", "index", "num_prompt_tokens"}
+_TAKEN_FROM_THE_LAST = tuple(
+    field
+    for field in RequestOutput.__slots__
+    if field not in _APPENDED | _IDENTITY and field not in _KEPT_OF_THE_FIRST
+)
+
 
 def merge(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Two deltas of one answer as one: text, ids and log-probabilities concatenate; what only a first delta tells
-    is kept; the rest is the later's."""
-    later.text = earlier.text + later.text
-    later.output_tokens = earlier.output_tokens + later.output_tokens
-    if earlier.logprobs is not None:
-        later.logprobs = earlier.logprobs + (later.logprobs or [])
-    if earlier.prompt_logprobs is not None:
-        later.prompt_logprobs = earlier.prompt_logprobs
-    if earlier.first_times is not None:
-        later.first_times = earlier.first_times
-    return later
+    """Two deltas of one answer as one, in ``earlier``: text, ids and log-probabilities are appended (an answer
+    gathered delta by delta costs its length, not its square), what only a first delta tells stays, and the
+    rest is the later's."""
+    earlier.text += later.text
+    earlier.output_tokens += later.output_tokens
+    if later.logprobs is not None:
+        earlier.logprobs = [] if earlier.logprobs is None else earlier.logprobs
+        earlier.logprobs += later.logprobs
+    for field in _KEPT_OF_THE_FIRST:
+        if getattr(earlier, field) is None:
+            setattr(earlier, field, getattr(later, field))
+    for field in _TAKEN_FROM_THE_LAST:
+        setattr(earlier, field, getattr(later, field))
+    return earlier
 
 
 class RequestStream(AsyncIterator[RequestOutput]):

@@ -17,6 +17,7 @@ import logging
 import re
 import sys
 import threading
+import weakref
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
@@ -72,7 +73,8 @@ def enable_tokenize_cache(tokenizer: "Tokenizer", max_mb: int) -> None:
     if reason is not None:
         logger.info("Tokenization cache: not for this tokenizer: %s", reason)
         return
-    tokenizer.cache = TokenizeCache(tokenizer, max_mb << 20, wrapping)
+    # The tokenizer owns its cache; a reference back would keep both until a full collection.
+    tokenizer.cache = TokenizeCache(weakref.proxy(tokenizer), max_mb << 20, wrapping)
 
 
 def why_inexact(backend: "Backend") -> str | None:

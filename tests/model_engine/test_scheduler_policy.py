@@ -150,17 +150,18 @@ def test_a_prompt_that_wants_logprobs_takes_no_prefix_hit_and_gets_them_whole():
             output.prompt_logprobs = {0: rows}
         results.append(scheduler.commit(batch, output))
     assert seq.num_cached_tokens == 0
-    outputs = [out for result in results for out in result.outputs()]
-    assert [entry.token_id for entry in outputs[0].prompt_logprobs] == list(range(20))
-    assert all(out.prompt_logprobs is None for out in outputs[1:])
-    assert [out.finished for out in outputs] == [False, False, True]
+    events = [event for result in results for event in result.events]
+    assert [entry.token_id for entry in events[0].prompt_logprobs] == list(range(20))
+    assert all(event.prompt_logprobs is None for event in events[1:])
+    assert [event.leave_reason for event in events] == ["", "max_tokens"]
+    assert sum(len(result.token_ids) for result in results) == 3
 
 
 def test_L3_prompt_logprobs_are_given_once_when_a_chunked_prompt_is_preempted():
     scheduler = make_scheduler(max_num_batched_tokens=8)
     seq = make_seq(1, ids(20), 9, stop=False, params=SamplingParams(max_tokens=9, prompt_logprobs=0))
     scheduler.add(seq)
-    outputs = []
+    events = []
     for step in range(10):
         batch = scheduler.schedule()
         output = answer(batch)
@@ -168,10 +169,10 @@ def test_L3_prompt_logprobs_are_given_once_when_a_chunked_prompt_is_preempted():
             start, count = batch.starts[0], batch.num_scheduled[0]
             rows = [TokenLogprobs(position, -1.0, 1, [], []) for position in range(start, start + count)]
             output.prompt_logprobs = {0: rows}
-        outputs += scheduler.commit(batch, output).outputs()
+        events += scheduler.commit(batch, output).events
         if step in (1, 6):  # within its first prefill, and within the one that repeats it for the answer
             scheduler._life.preempt(seq)
-    given = [[entry.token_id for entry in out.prompt_logprobs] for out in outputs if out.prompt_logprobs]
+    given = [[entry.token_id for entry in event.prompt_logprobs] for event in events if event.prompt_logprobs]
     assert given == [list(range(20))] and seq.prompt_logprobs == []
 
 

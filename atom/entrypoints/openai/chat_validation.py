@@ -36,7 +36,6 @@ class ToolPolicy:
 
     tools: tuple[Tool, ...] = ()
     mode: Literal["none", "auto", "required"] = "none"
-    is_named: bool = False  # one function was named; ``tools`` holds just that one
     max_calls: int | None = None
 
     @property
@@ -139,7 +138,7 @@ def tool_policy(
         return _policy(tools, choice, max_calls)
     if choice.type == "function" and choice.function is not None:
         chosen = _select(tools, [choice.function.name], "tool_choice.function.name")
-        return ToolPolicy(chosen, "required", is_named=True, max_calls=1)
+        return ToolPolicy(chosen, "required", max_calls=1)
     if choice.type == "allowed_tools" and choice.allowed_tools is not None:
         allowed = choice.allowed_tools
         require(

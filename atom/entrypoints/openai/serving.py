@@ -24,7 +24,7 @@ from atom.entrypoints.openai.sockets import is_loopback, socket_url
 from atom.errors import EngineDeadError
 from atom.runtime.startup_phases import format_phases
 from atom.utils import envs
-from atom.utils.gc_utils import ReclaimWatch, freeze_heap
+from atom.utils.gc_utils import ReclaimWatch, freeze_heap, unfreeze_heap
 
 logger = logging.getLogger("atom.server")
 
@@ -209,4 +209,7 @@ def serve(
     share_log_handlers(access_log)
     server = HttpServer(context, sock, keep_alive_s=keep_alive_s, access_log=access_log, on_ready=on_ready)
     freeze_heap()
-    return server.run()
+    try:
+        return server.run()
+    finally:
+        unfreeze_heap()

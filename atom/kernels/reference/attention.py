@@ -8,8 +8,8 @@ from atom.kernels.reference.kv_cache import read_kv
 from atom.kernels.registry import register_kernel
 
 
-@register_kernel("paged_prefill_attention", "reference")
-def paged_prefill_attention(
+@register_kernel("paged_attention", "reference")
+def paged_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -22,7 +22,7 @@ def paged_prefill_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of several query tokens a sequence, whose keys are already in the cache.
+    """Attention of one or more query tokens a sequence, whose keys are already in the cache.
 
     Args:
         q: ``[num_tokens, num_heads, head_dim]``, sequence after sequence.
@@ -48,20 +48,6 @@ def paged_prefill_attention(
         k, v = read_kv(keys, table, context_len), read_kv(values, table, context_len)
         outputs.append(attend(rows, k, v, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks))
     return torch.cat(outputs) if outputs else torch.empty_like(q)
-
-
-@register_kernel("paged_decode_attention", "reference")
-def paged_decode_attention(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    **options: object,
-) -> torch.Tensor:
-    """Attention of one query token a sequence; arguments as in ``paged_prefill_attention``."""
-    lens = context_lens.tolist()
-    return paged_prefill_attention(q, keys, values, block_table, [1] * len(lens), lens, **options)
 
 
 def attend(

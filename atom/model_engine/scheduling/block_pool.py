@@ -69,10 +69,6 @@ class BlockPool:
         return len(self._cached)
 
     @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_free
-
-    @property
     def num_indexed(self) -> int:
         return len(self._index)
 

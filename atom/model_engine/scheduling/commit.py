@@ -3,7 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 
-from atom.core import BatchOutput, ScheduledBatch, Sequence, SequenceOutput, TokenLogprobs
+from atom.core import BatchOutput, ScheduledBatch, Sequence, TokenLogprobs
 from atom.model_engine.messages import Logprobs, RequestEvent, StepOutput
 from atom.model_engine.scheduling.block_manager import BlockManager
 from atom.model_engine.scheduling.lifecycle import Lifecycle
@@ -32,21 +32,6 @@ class StepResult:
             events=self.events,
         )
 
-    def outputs(self) -> list[SequenceOutput]:
-        """The same as one object a sequence, for callers in this process that prefer it."""
-        events = {event.index: event for event in self.events}
-        outputs, at = [], 0
-        for index, seq in enumerate(self.seqs):
-            count = 1 if self.counts is None else self.counts[index]
-            event = events.get(index)
-            out = SequenceOutput(seq, self.token_ids[at : at + count], bool(event and event.leave_reason))
-            if event is not None:
-                out.logprobs = _unpack(event.logprobs)
-                out.prompt_logprobs = _unpack(event.prompt_logprobs)
-            outputs.append(out)
-            at += count
-        return outputs
-
     @classmethod
     def of_ended(cls, seqs: list[Sequence]) -> "StepResult":
         """The end of sequences that left outside of a step (``Scheduler.take_rejected``)."""
@@ -62,12 +47,6 @@ def _pack(entries: list[TokenLogprobs] | None) -> list[Logprobs] | None:
     if entries is None:
         return None
     return [Logprobs(e.token_id, e.logprob, e.rank, e.top_ids, e.top_logprobs) for e in entries]
-
-
-def _unpack(entries: list[Logprobs] | None) -> list[TokenLogprobs] | None:
-    if entries is None:
-        return None
-    return [TokenLogprobs(e.token_id, e.logprob, e.rank, e.top_ids, e.top_logprobs) for e in entries]
 
 
 class Committer:

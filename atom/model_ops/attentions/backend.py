@@ -114,11 +114,6 @@ def select_backend(spec: AttentionSpec, device: torch.device | None = None) -> t
     raise ConfigError(f"attention backend: none of {', '.join(names)} supports {spec} on {platform.name}")
 
 
-def selected_backends() -> list[str]:
-    """Names of the backends that layers of this process use."""
-    return sorted(_logged)
-
-
 @contextmanager
 def override_backend(name: str) -> Iterator[None]:
     """Layers built inside use backend ``name``. Raises ConfigError for an unknown one."""

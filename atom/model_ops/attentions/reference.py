@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from atom.kernels.reference.attention import paged_prefill_attention
+from atom.kernels.reference.attention import paged_attention
 from atom.kernels.reference.kv_cache import write_kv
 from atom.model_ops.attentions.backend import AttentionBackend, AttentionSpec
 from atom.platforms import Platform
@@ -28,7 +28,7 @@ class ReferenceAttention(AttentionBackend):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         write_kv(k.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0), keys, values, metadata.slots)
-        return paged_prefill_attention(
+        return paged_attention(
             q,
             keys,
             values,

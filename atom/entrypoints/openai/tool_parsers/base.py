@@ -2,6 +2,7 @@
 
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -83,7 +84,7 @@ def collect(events: Iterable[ParserEvent]) -> tuple[str, list[ToolCall]]:
     return "".join(content), calls
 
 
-class ToolParser:
+class ToolParser(ABC):
     """Finds the tool calls in one answer. A parser serves one answer and is then thrown away.
 
     Text that is no call is handed out at once, but for an end that could be the beginning of a marker. A call
@@ -143,9 +144,9 @@ class ToolParser:
         while (marker := (yield from self.reader.flow(self.openers, self.text))) is not None:
             yield from self.attempt(marker)
 
+    @abstractmethod
     def call(self, marker: str) -> Steps[None]:
         """Read what follows ``marker``, one of the openers; Malformed if it is no call."""
-        raise NotImplementedError
 
     def attempt(self, marker: str) -> Steps[None]:
         """Read a call; what was read since the last complete one is content if it is malformed."""

@@ -113,13 +113,7 @@ class ModelRunner(Worker):
 
     def _plan(self, specs: list[CacheGroupSpec]) -> None:
         config = self.config
-        longest = self.hf_config.get("max_position_embeddings") or 8192
-        if config.max_model_len is not None and config.max_model_len > longest:
-            raise ConfigError(
-                f"max_model_len is {config.max_model_len}, but the model has {longest} positions "
-                "(max_position_embeddings)"
-            )
-        context = config.max_model_len or longest
+        context = config.resolve_max_model_len(self.hf_config.get("max_position_embeddings"))
         self._chunk_tokens = min(config.max_num_batched_tokens or self._default_chunk(context), 1 << 20)
         limits = CacheLimits(
             block_size=self.block_size,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from atom.config import Config
+from atom.config_parts import KVCacheTensor
 from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenLogprobs, TokenMasks
 from atom.errors import ConfigError
 from atom.kernels.reference import sampling as reference_sampling
@@ -30,7 +31,7 @@ from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_ban
 from atom.models.registry import get_model_class, support_model_arch_dict
 from atom.platforms import get_platform
 from atom.runtime.profiler import Profiler
-from atom.utils.forward_context import AttentionMetadata, ForwardContext, set_forward_context
+from atom.utils.forward_context import AttentionMetaData, Context, ForwardContext, set_forward_context
 from atom.utils.logging import init_logger
 
 __all__ = ["ModelRunner", "support_model_arch_dict"]
@@ -180,14 +181,14 @@ class ModelRunner(Worker):
 
     def allocate(self, groups: list[CacheGroupSpec]) -> None:
         config = self.config
-        layers = self.model.attention_layers()
+        layers = self._layers = self.model.attention_layers()
         self._kv_caches = {}
-        self._group_of_layer = {}
-        for index, group in enumerate(groups):
+        for group in groups:
             for name in group.layer_names:
                 shape = layers[name].cache_shape(group.num_blocks, self.block_size)
-                self._kv_caches[name] = (self._new_cache(shape), self._new_cache(shape))
-                self._group_of_layer[name] = index
+                self._kv_caches[name] = KVCacheTensor(
+                    len(self._kv_caches), self._new_cache(shape), self._new_cache(shape)
+                )
         max_blocks = -(-self.max_model_len // self.block_size) + 1
         self._tables = DeviceTables(
             config.max_num_seqs, max_blocks, len(groups), self.block_size, self.device
@@ -240,7 +241,7 @@ class ModelRunner(Worker):
         handle = StepHandle(batch, inputs, plan)
         indices = plan.indices
         if indices is None or indices:
-            last = inputs.cu_query_lens[1:].long() - 1 if step.num_tokens > step.num_seqs else None
+            last = inputs.cu_seqlens_q[1:].long() - 1 if step.num_tokens > step.num_seqs else None
             if indices is not None:
                 last = (last if last is not None else torch.arange(step.num_seqs, device=self.device))[
                     indices
@@ -252,20 +253,27 @@ class ModelRunner(Worker):
     def _forward_context(
         self, batch: ScheduledBatch, inputs: StepInputs, step: PackedStep, context_lens_host: list[int]
     ) -> ForwardContext:
-        metadata = [
-            AttentionMetadata(
+        by_layer = {}
+        for group, spec in zip(inputs.groups, self.groups, strict=True):
+            metadata = AttentionMetaData(
                 num_prefill_seqs=batch.num_prefill_seqs,
                 num_prefill_tokens=step.num_prefill_tokens,
                 query_lens_host=batch.num_scheduled,
                 context_lens_host=context_lens_host,
-                cu_query_lens=inputs.cu_query_lens,
+                cu_seqlens_q=inputs.cu_seqlens_q,
                 context_lens=inputs.context_lens,
-                block_table=group.block_table,
-                slots=group.slots,
+                block_tables=group.block_table,
+                slot_mapping=group.slots,
             )
-            for group in inputs.groups
-        ]
-        return ForwardContext(metadata, self._group_of_layer, self._kv_caches)
+            by_layer |= dict.fromkeys(spec.layer_names, metadata)
+        context = Context(
+            positions=inputs.positions,
+            is_prefill=batch.num_prefill_seqs > 0,
+            batch_size=batch.num_seqs,
+            running_bs=batch.num_seqs,
+            running_tokens=batch.num_tokens,
+        )
+        return ForwardContext(self._layers, by_layer, self._kv_caches, context)
 
     def _score_prompts(self, handle: StepHandle, hidden: torch.Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow this step's positions, where asked for."""

@@ -61,10 +61,23 @@ class Attention(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """``q [num_tokens, num_heads, head_dim]``, ``k`` and ``v [num_tokens, num_kv_heads, head_dim]`` ->
         ``[num_tokens, num_heads * head_dim]``."""
+        output = torch.empty((len(q), self.num_heads, self.head_dim), dtype=q.dtype, device=q.device)
+        self.attend(q, k, v, output)
+        return output.flatten(-2)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor) -> None:
+        """Store ``k`` and ``v`` and write the attention of this step into ``output``, shaped as ``q``.
+
+        Raises RuntimeError outside a forward context.
+        """
         context = get_forward_context()
-        metadata = context.attention[context.group_of_layer[self.layer_name]]
-        keys, values = context.kv_caches[self.layer_name]
-        return self.backend.forward(q, k, v, keys, values, metadata).flatten(-2)
+        metadata = context.attn_metadata.get(self.layer_name)
+        if metadata is None:
+            raise RuntimeError(
+                f"no forward context is set for {self.layer_name}: call the model inside set_forward_context()"
+            )
+        cache = context.kv_cache_data[self.layer_name]
+        self.backend.forward(q, k, v, cache.k_cache, cache.v_cache, metadata, output)
 
     def extra_repr(self) -> str:
         return f"{self.layer_name}, {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, {self.backend.name}"

@@ -51,7 +51,7 @@ def test_prefill_chunks_of_two_prompts():
     inputs = prepared(tables, packer, batch([first, second], [2, 0], [5, 6], 2, patches))
     assert inputs.input_ids.tolist() == [12, 13, 14, 15, 16, 50, 51, 52, 53, 54, 55]
     assert inputs.positions.tolist() == [2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5]
-    assert inputs.cu_query_lens.tolist() == [0, 5, 11]
+    assert inputs.cu_seqlens_q.tolist() == [0, 5, 11]
     assert inputs.context_lens.tolist() == [7, 6]
     assert inputs.groups[0].slots.tolist() == [30, 31, 8, 9, 10, 20, 21, 22, 23, 24, 25]
     assert inputs.groups[0].block_table.tolist() == [[7, 2], [5, 6]]

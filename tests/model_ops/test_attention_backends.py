@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from atom.config_parts import KVCacheTensor
 from atom.errors import ConfigError
 from atom.model_ops.attention import Attention
 from atom.model_ops.attentions.backend import AttentionSpec, override_backend, select_backend
 from atom.model_ops.attentions.cpu import CpuPagedAttention, build_plan
 from atom.model_ops.attentions.reference import ReferenceAttention
-from atom.utils.forward_context import AttentionMetadata, ForwardContext, set_forward_context
+from atom.utils.forward_context import AttentionMetaData, ForwardContext, set_forward_context
 
 BLOCK = 4
 NUM_BLOCKS = 200
@@ -32,16 +33,23 @@ def make_step(query_lens, context_lens, num_prefill, *, seed=0, skip=()):
     ]
     for token in skip:
         slots[token] = -1
-    return AttentionMetadata(
+    return AttentionMetaData(
         num_prefill_seqs=num_prefill,
         num_prefill_tokens=sum(query_lens[:num_prefill]),
         query_lens_host=list(query_lens),
         context_lens_host=list(context_lens),
-        cu_query_lens=torch.tensor([0, *query_lens]).cumsum(0).int(),
+        cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int(),
         context_lens=torch.tensor(context_lens, dtype=torch.int32),
-        block_table=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
-        slots=torch.tensor(slots, dtype=torch.int64),
+        block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
     )
+
+
+def attend(backend, q, k, v, cache, step):
+    """The backend's output; elements that it does not write are NaN."""
+    output = torch.full(q.shape, float("nan"), dtype=q.dtype)
+    backend.forward(q, k, v, *cache, step, output)
+    return output
 
 
 def run_both(spec, step, sinks=None, seed=1):
@@ -59,7 +67,7 @@ def run_both(spec, step, sinks=None, seed=1):
     values = torch.randn(shape, generator=generator).to(spec.dtype)
     caches = [(keys.clone(), values.clone()) for _ in range(2)]
     outs = [
-        backend(spec, sinks).forward(q, k, v, *cache, step)
+        attend(backend(spec, sinks), q, k, v, cache, step)
         for backend, cache in zip((CpuPagedAttention, ReferenceAttention), caches, strict=True)
     ]
     assert torch.equal(caches[0][0], caches[1][0]) and torch.equal(caches[0][1], caches[1][1])
@@ -114,6 +122,17 @@ def test_padded_rows_yield_zeros(window):
     assert torch.equal(found[1:], torch.zeros_like(found[1:]))
 
 
+def test_tokens_behind_the_last_sequence_yield_zeros():
+    step = make_step([3, 2], [3, 6], 2)
+    spec = make_spec()
+    q, k, v = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
+    step.slot_mapping = torch.cat((step.slot_mapping, torch.full((3,), -1)))
+    for backend in (CpuPagedAttention, ReferenceAttention):
+        cache = [torch.zeros(NUM_BLOCKS, 2, BLOCK, 8) for _ in range(2)]
+        out = attend(backend(spec), q, k, v, cache, step)
+        assert out[:5].isfinite().all() and torch.equal(out[5:], torch.zeros(3, 4, 8))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_one_requests_overflow_does_not_reach_the_next_owner_of_its_page(bad):
     spec = make_spec()
@@ -121,17 +140,17 @@ def test_one_requests_overflow_does_not_reach_the_next_owner_of_its_page(bad):
     cache = [torch.zeros(NUM_BLOCKS, 2, BLOCK, 8) for _ in range(2)]
     step = make_step([4], [4], 1)
     q = torch.randn(4, 4, 8)
-    backend.forward(q, torch.full((4, 2, 8), bad), torch.full((4, 2, 8), bad), *cache, step)
+    attend(backend, q, torch.full((4, 2, 8), bad), torch.full((4, 2, 8), bad), cache, step)
     # The page is freed and its new owner has written one token; three stale positions follow it.
     mine, other = make_step([1], [1], 0), make_step([1, 1], [1, 9], 0, seed=4)
-    mine.block_table[:] = step.block_table
-    mine.slots[:] = int(step.block_table[0, 0]) * BLOCK
-    other.block_table[0] = mine.block_table[0, 0]
-    other.slots[0] = mine.slots[0]
+    mine.block_tables[:] = step.block_tables
+    mine.slot_mapping[:] = int(step.block_tables[0, 0]) * BLOCK
+    other.block_tables[0] = mine.block_tables[0, 0]
+    other.slot_mapping[0] = mine.slot_mapping[0]
     v = torch.randn(1, 2, 8)
     for metadata in (mine, other):
         n = metadata.num_seqs
-        out = backend.forward(torch.randn(n, 4, 8), torch.randn(n, 2, 8), v.expand(n, 2, 8), *cache, metadata)
+        out = attend(backend, torch.randn(n, 4, 8), torch.randn(n, 2, 8), v.expand(n, 2, 8), cache, metadata)
         torch.testing.assert_close(out[0], v[0].repeat_interleave(2, dim=0))
         assert out.isfinite().all()
 
@@ -179,10 +198,13 @@ def test_the_layer_finds_its_group_and_cache():
     assert layer.cache_shape(10, BLOCK) == (10, 2, BLOCK, 8)
     assert layer.bytes_per_block(BLOCK, torch.bfloat16) == 2 * 2 * BLOCK * 8 * 2
     step = make_step([3], [3], 1)
-    cache = tuple(torch.zeros(layer.cache_shape(NUM_BLOCKS, BLOCK)) for _ in range(2))
+    cache = KVCacheTensor(0, *(torch.zeros(layer.cache_shape(NUM_BLOCKS, BLOCK)) for _ in range(2)))
     unused = make_step([3], [3], 1)
     q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 2, 8)
-    with set_forward_context(ForwardContext([unused, step], {"layers.1": 1}, {"layers.1": cache})):
+    context = ForwardContext(
+        attn_metadata={"layers.0": unused, "layers.1": step}, kv_cache_data={"layers.1": cache}
+    )
+    with set_forward_context(context):
         out = layer(q, k, v)
     assert out.shape == (3, 32)
     assert unused.backend_data is None

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 
+from atom.config_parts import KVCacheTensor
 from atom.model_loader.hf_config import HFConfig
 from atom.model_loader.loader import load_weights
 from atom.model_loader.model_files import ModelFiles
 from atom.models.base import CausalLM
 from atom.models.registry import get_model_class
-from atom.utils.forward_context import AttentionMetadata, ForwardContext, set_forward_context
+from atom.utils.forward_context import AttentionMetaData, ForwardContext, set_forward_context
 
 POISON = 0  # page 0 of every group holds large values and belongs to nobody
 
@@ -51,9 +52,9 @@ class PagedRunner:
         self.caches = {}
         for name, layer in layers.items():
             shape = layer.cache_shape(num_blocks, block_size)
-            self.caches[name] = (torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
-            for cache in self.caches[name]:
-                cache[POISON] = 1e4
+            keys, values = (torch.zeros(shape, dtype=self.dtype) for _ in range(2))
+            keys[POISON] = values[POISON] = 1e4
+            self.caches[name] = KVCacheTensor(len(self.caches), keys, values)
         shuffled = random.Random(seed)
         self.free = [shuffled.sample(range(1, num_blocks), num_blocks - 1) for _ in self.groups]
         self.tables: dict[str, list[list[int]]] = {}
@@ -70,10 +71,13 @@ class PagedRunner:
         positions = [s + i for s, (_, ids) in zip(starts, chunks, strict=True) for i in range(len(ids))]
         for name, ids in chunks:
             self._extend(name, len(ids))
+        metadata = {}
+        for g, group in enumerate(self.groups):
+            metadata |= dict.fromkeys(group.layer_names, self._metadata(g, chunks, len(prefill)))
         context = ForwardContext(
-            attention=[self._metadata(g, chunks, len(prefill)) for g in range(len(self.groups))],
-            group_of_layer={name: g for g, group in enumerate(self.groups) for name in group.layer_names},
-            kv_caches=self.caches,
+            no_compile_layers=self.model.attention_layers(),
+            attn_metadata=metadata,
+            kv_cache_data=self.caches,
         )
         with set_forward_context(context):
             hidden = self.model(torch.tensor([i for _, ids in chunks for i in ids]), torch.tensor(positions))
@@ -100,7 +104,7 @@ class PagedRunner:
                     free.append(table[column])
                     table[column] = POISON
 
-    def _metadata(self, group: int, chunks: list, num_prefill: int) -> AttentionMetadata:
+    def _metadata(self, group: int, chunks: list, num_prefill: int) -> AttentionMetaData:
         query_lens = [len(ids) for _, ids in chunks]
         context_lens = [self.lens[name] for name, _ in chunks]
         tables = [self.tables[name][group] for name, _ in chunks]
@@ -110,13 +114,13 @@ class PagedRunner:
             for table, q, c in zip(tables, query_lens, context_lens, strict=True)
             for p in range(c - q, c)
         ]
-        return AttentionMetadata(
+        return AttentionMetaData(
             num_prefill_seqs=num_prefill,
             num_prefill_tokens=sum(query_lens[:num_prefill]),
             query_lens_host=query_lens,
             context_lens_host=context_lens,
-            cu_query_lens=torch.tensor([0, *query_lens]).cumsum(0).int(),
+            cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int(),
             context_lens=torch.tensor(context_lens, dtype=torch.int32),
-            block_table=torch.tensor([t + [POISON] * (width - len(t)) for t in tables], dtype=torch.int32),
-            slots=torch.tensor(slots, dtype=torch.int64),
+            block_tables=torch.tensor([t + [POISON] * (width - len(t)) for t in tables], dtype=torch.int32),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
         )

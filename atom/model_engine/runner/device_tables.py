@@ -26,7 +26,7 @@ class StepInputs:
     rows: torch.Tensor  # [num_seqs] int64
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
-    cu_query_lens: torch.Tensor  # [num_seqs + 1] int32
+    cu_seqlens_q: torch.Tensor  # [num_seqs + 1] int32
     context_lens: torch.Tensor  # [num_seqs] int32
     groups: list[GroupInputs]
 
@@ -67,13 +67,13 @@ class DeviceTables:
         query_lens = packed[n : 2 * n]
         starts = self.computed[rows]
         context_lens = starts + query_lens
-        cu_query_lens = torch.zeros(n + 1, dtype=torch.int32, device=packed.device)
-        torch.cumsum(query_lens, 0, dtype=torch.int32, out=cu_query_lens[1:])
+        cu_seqlens_q = torch.zeros(n + 1, dtype=torch.int32, device=packed.device)
+        torch.cumsum(query_lens, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
 
         decode_ids = self.last_token[rows[num_prefill:]]
         if num_prefill:
             owner = torch.repeat_interleave(query_lens.long(), output_size=step.num_tokens)
-            offsets = torch.arange(step.num_tokens, device=packed.device) - cu_query_lens[owner]
+            offsets = torch.arange(step.num_tokens, device=packed.device) - cu_seqlens_q[owner]
             positions = starts[owner] + offsets
             prefill_ids = packed[step.ids_offset : step.ids_offset + step.num_prefill_tokens].long()
             input_ids = torch.cat((prefill_ids, decode_ids))
@@ -90,7 +90,7 @@ class DeviceTables:
             groups.append(
                 GroupInputs(table[:, :columns].index_select(0, rows), blocks * self.block_size + in_block)
             )
-        return StepInputs(rows, input_ids, positions, cu_query_lens, context_lens, groups)
+        return StepInputs(rows, input_ids, positions, cu_seqlens_q, context_lens, groups)
 
     def _apply_patches(self, packed: torch.Tensor, step: PackedStep) -> None:
         offset = step.patch_offset

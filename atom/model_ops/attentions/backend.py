@@ -1,13 +1,13 @@
 """The interface of an attention backend, and how a layer gets one.
 
 A backend sees the paged cache of one layer, keys and values each
-``[num_blocks, num_kv_heads, block_size, head_dim]``, and the step's ``AttentionMetadata``. Contracts:
+``[num_blocks, num_kv_heads, block_size, head_dim]``, and the step's ``AttentionMetaData``. Contracts:
 
 - The cache is allocated zeroed, so every position holds a finite number; backends may read positions that
   they then mask. A backend stores 0 for a value that is not finite, so one request's overflow cannot reach
   the next owner of its page through ``0 * NaN``.
-- ``forward`` first stores the step's keys and values at ``metadata.slots``, then attends.
-- A sequence of context length 0 (padding) yields zeros.
+- ``forward`` first stores the step's keys and values at ``metadata.slot_mapping``, then attends.
+- A sequence of context length 0 yields zeros, and so do tokens behind the last sequence's (padding).
 - What is the same for all layers of a group is derived once a step and kept in ``metadata.backend_data``.
 """
 
@@ -25,7 +25,7 @@ import torch
 
 from atom.errors import ConfigError
 from atom.platforms import Platform, platform_of_device
-from atom.utils.forward_context import AttentionMetadata
+from atom.utils.forward_context import AttentionMetaData
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class AttentionBackend(ABC):
     """One way to compute attention; an instance serves one layer."""
 
     name: ClassVar[str]
+    # Whether launches depend on nothing but shapes, so that a device graph can hold them.
+    supports_token_graph: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -72,17 +74,16 @@ class AttentionBackend(ABC):
         v: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        metadata: AttentionMetaData,
+        output: torch.Tensor,
+    ) -> None:
         """Store ``k`` and ``v`` in the cache and attend.
 
         Args:
             q: ``[num_tokens, num_heads, head_dim]``, prefill sequences first.
             k: ``[num_tokens, num_kv_heads, head_dim]``; ``v`` alike.
             keys: the layer's cache; ``values`` alike. Both are written.
-
-        Returns:
-            ``[num_tokens, num_heads, head_dim]``.
+            output: ``[num_tokens, num_heads, head_dim]``, contiguous; every element is written.
         """
 
 

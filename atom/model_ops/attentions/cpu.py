@@ -14,7 +14,7 @@ import torch
 from atom.kernels.cpu.attention import decode_attention, prefill_attention
 from atom.model_ops.attentions.backend import AttentionBackend, AttentionSpec
 from atom.platforms import Platform, get_platform
-from atom.utils.forward_context import AttentionMetadata
+from atom.utils.forward_context import AttentionMetaData
 
 # Gather all sequences together unless padding would more than double the work.
 _MAX_PADDING = 2.0
@@ -54,6 +54,7 @@ class StepPlan:
 
     write_rows: torch.Tensor  # [num_written * num_kv_heads] rows of the cache seen as [.., head_dim]
     written: torch.Tensor | None  # token indices to write; None: all
+    num_tokens: int  # of the sequences; what follows is padding
     prefill: list[PrefillPart] = field(default_factory=list)
     decode: list[DecodePart] = field(default_factory=list)
 
@@ -77,20 +78,18 @@ class CpuPagedAttention(AttentionBackend):
         v: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+        metadata: AttentionMetaData,
+        output: torch.Tensor,
+    ) -> None:
         plan = self._plan(metadata, keys.shape[2])
         k, v = k.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0)
         self._write(k, keys, plan)
         self._write(v, values, plan)
-        if not plan.prefill and len(plan.decode) == 1:
-            return self._decode(q, keys, values, plan.decode[0])
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in plan.prefill:
-            out[part.tokens] = self._prefill(q, k, v, keys, values, part)
+            output[part.tokens] = self._prefill(q, k, v, keys, values, part)
         for part in plan.decode:
-            out[part.tokens] = self._decode(q[part.tokens], keys, values, part)
-        return out
+            output[part.tokens] = self._decode(q[part.tokens], keys, values, part)
+        output[plan.num_tokens :] = 0.0
 
     def _write(self, x: torch.Tensor, cache: torch.Tensor, plan: StepPlan) -> None:
         if plan.written is not None:
@@ -155,7 +154,7 @@ class CpuPagedAttention(AttentionBackend):
             out = out.view(n, spec.num_kv_heads, spec.group_size, m, spec.head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(n * m, spec.num_heads, spec.head_dim)
 
-    def _plan(self, metadata: AttentionMetadata, block_size: int) -> StepPlan:
+    def _plan(self, metadata: AttentionMetaData, block_size: int) -> StepPlan:
         key = (block_size, self.spec.num_kv_heads, self.spec.window, self.spec.dtype)
         if metadata.backend_data is None:
             metadata.backend_data = {}
@@ -165,15 +164,16 @@ class CpuPagedAttention(AttentionBackend):
         return plan
 
 
-def build_plan(metadata: AttentionMetadata, block_size: int, spec: AttentionSpec) -> StepPlan:
+def build_plan(metadata: AttentionMetaData, block_size: int, spec: AttentionSpec) -> StepPlan:
     """Derive a step's page rows and masks; on the CPU, reading the metadata's tensors costs nothing."""
-    slots, written = metadata.slots, None
+    slots, written = metadata.slot_mapping, None
     if slots.numel() and int(slots.min()) < 0:
         written = (slots >= 0).nonzero().squeeze(-1)
         slots = slots[written]
     heads = torch.arange(spec.num_kv_heads)
     rows = (slots // block_size)[:, None] * spec.num_kv_heads + heads
-    plan = StepPlan((rows * block_size + (slots % block_size)[:, None]).flatten(), written)
+    write_rows = (rows * block_size + (slots % block_size)[:, None]).flatten()
+    plan = StepPlan(write_rows, written, sum(metadata.query_lens_host))
 
     start = 0
     for i in range(metadata.num_prefill_seqs):
@@ -188,7 +188,7 @@ def build_plan(metadata: AttentionMetadata, block_size: int, spec: AttentionSpec
 
 
 def _prefill_part(
-    metadata: AttentionMetadata,
+    metadata: AttentionMetaData,
     seq: int,
     tokens: slice,
     context_len: int,
@@ -200,7 +200,7 @@ def _prefill_part(
         return PrefillPart(tokens, context_len, 0, None)
     oldest = 0 if spec.window is None else max(0, first_query - spec.window + 1)
     pages = slice(oldest // block_size, -(-context_len // block_size))
-    blocks = metadata.block_table[seq, pages].long()
+    blocks = metadata.block_tables[seq, pages].long()
     rows = blocks * spec.num_kv_heads + torch.arange(spec.num_kv_heads)[:, None]
     return PrefillPart(tokens, context_len, pages.start * block_size, rows.flatten())
 
@@ -223,11 +223,11 @@ class _DecodeSeqs:
         )
 
 
-def _decode_parts(metadata: AttentionMetadata, block_size: int, spec: AttentionSpec) -> list[DecodePart]:
+def _decode_parts(metadata: AttentionMetaData, block_size: int, spec: AttentionSpec) -> list[DecodePart]:
     first_seq, start = metadata.num_prefill_seqs, metadata.num_prefill_tokens
     query_lens = metadata.query_lens_host[first_seq:]
-    context_lens = metadata.context_lens[first_seq:].long()
-    table = metadata.block_table[first_seq:]
+    context_lens = metadata.context_lens[first_seq : metadata.num_seqs].long()
+    table = metadata.block_tables[first_seq:]
     num_queries = query_lens[0]
     if any(n != num_queries for n in query_lens):
         # Uneven verify steps: every query token becomes a sequence of its own.

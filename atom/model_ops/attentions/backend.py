@@ -91,6 +91,7 @@ class AttentionBackend(ABC):
 _BACKENDS = {
     "cpu_paged": "atom.model_ops.attentions.cpu:CpuPagedAttention",
     "reference": "atom.model_ops.attentions.reference:ReferenceAttention",
+    "triton": "atom.model_ops.attentions.triton:TritonAttention",
 }
 _override: str | None = None
 _logged: set[str] = set()

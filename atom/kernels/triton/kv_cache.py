@@ -1,0 +1,73 @@
+"""Storing a step's keys and values in the paged cache."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _finite(x):
+    """x, and 0 where it is not finite: ``x - x`` is 0 for finite numbers and NaN for the others."""
+    return tl.where(x - x == 0.0, x, 0.0)
+
+
+@triton.jit
+def _write_kv(
+    k,
+    v,
+    keys,
+    values,
+    slots,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    NUM_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        head = tl.arange(0, HEADS_PAD)[:, None]
+        dim = tl.arange(0, DIM_PAD)[None, :]
+        mask = (head < NUM_HEADS) & (dim < DIM)
+        target = ((slot // PAGE) * NUM_HEADS + head) * PAGE * DIM + (slot % PAGE) * DIM + dim
+        new_key = tl.load(k + token * k_token + head * k_head + dim, mask=mask, other=0.0)
+        new_value = tl.load(v + token * v_token + head * v_head + dim, mask=mask, other=0.0)
+        tl.store(keys + target, _finite(new_key).to(keys.dtype.element_ty), mask=mask)
+        tl.store(values + target, _finite(new_value).to(values.dtype.element_ty), mask=mask)
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Store ``k`` and ``v`` at ``slots``; a value that is not finite is stored as 0.
+
+    Args:
+        k: ``[num_tokens, num_kv_heads, head_dim]``, the last dimension contiguous; ``v`` alike.
+        keys: ``[num_blocks, num_kv_heads, block_size, head_dim]``, contiguous, written; ``values`` alike.
+        slots: ``[num_tokens]`` int64; a token with slot -1 is not stored.
+    """
+    num_tokens, num_heads, dim = k.shape
+    if num_tokens == 0:
+        return
+    _write_kv[(num_tokens,)](
+        k,
+        v,
+        keys,
+        values,
+        slots,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        NUM_HEADS=num_heads,
+        PAGE=keys.shape[2],
+        DIM=dim,
+        HEADS_PAD=triton.next_power_of_2(num_heads),
+        DIM_PAD=triton.next_power_of_2(dim),
+        num_warps=4 if num_heads * dim >= 1024 else 1,
+    )

@@ -1,0 +1,153 @@
+"""The Triton backend against the reference: under the interpreter without a device, natively with one."""
+
+import pytest
+import torch
+
+from atom.kernels.reference import kv_cache as reference_kv_cache
+from atom.kernels.triton import decode_attention, kv_cache
+from atom.model_ops.attentions.backend import AttentionSpec
+from atom.model_ops.attentions.reference import ReferenceAttention
+from atom.model_ops.attentions.triton import TritonAttention
+from atom.utils.forward_context import AttentionMetaData
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK = 4
+NUM_BLOCKS = 160
+# Products of bf16 tiles are wrong under the interpreter of Triton 3.9; fp16 takes the same code.
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+
+
+def make_spec(**changes):
+    fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "scale": 0.4, "dtype": torch.float32}
+    return AttentionSpec(**(fields | changes))
+
+
+def make_step(query_lens, context_lens, num_prefill, *, num_padding=0, by_row=False, block=BLOCK):
+    """Metadata over shuffled pages, with tokens of padding behind the last sequence."""
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
+    tables = [[order.pop() for _ in range(-(-c // block))] for c in context_lens]
+    width = max(1, *map(len, tables))
+    slots = [
+        t[p // block] * block + p % block if c else -1
+        for t, q, c in zip(tables, query_lens, context_lens, strict=True)
+        for p in range(c - q, c)
+    ] + [-1] * num_padding
+    table = torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32)
+    rows = None
+    if by_row:  # the table of all rows, of which this step has some in any order
+        rows = torch.randperm(len(tables) + 3, generator=generator)[: len(tables)]
+        wide = torch.full((len(tables) + 3, width), -7, dtype=torch.int32)
+        wide[rows] = table
+        table, rows = wide.to(DEVICE), rows.to(DEVICE)
+    return AttentionMetaData(
+        num_prefill_seqs=num_prefill,
+        num_prefill_tokens=sum(query_lens[:num_prefill]),
+        query_lens_host=list(query_lens),
+        context_lens_host=list(context_lens),
+        cu_seqlens_q=torch.tensor([0, *query_lens]).cumsum(0).int().to(DEVICE),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=DEVICE),
+        block_tables=table.to(DEVICE),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=DEVICE),
+        table_rows=rows,
+    )
+
+
+def run_both(spec, step, sinks=None, block=BLOCK):
+    """(Triton's output, the reference's); asserts that both caches end up alike."""
+    generator = torch.Generator().manual_seed(1)
+    num_tokens = len(step.slot_mapping)
+    packed = torch.randn(
+        num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, generator=generator
+    )
+    packed = packed.to(DEVICE, spec.dtype)
+    q, k, v = packed.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+    shape = (NUM_BLOCKS, spec.num_kv_heads, block, spec.head_dim)
+    first = [torch.randn(shape, generator=generator).to(DEVICE, spec.dtype) for _ in range(2)]
+    outputs, caches = [], []
+    for backend in (TritonAttention, ReferenceAttention):
+        cache = [c.clone() for c in first]
+        output = torch.full(q.shape, float("nan"), dtype=q.dtype, device=DEVICE)
+        backend(spec, sinks).forward(q, k, v, *cache, step, output)
+        outputs.append(output)
+        caches.append(cache)
+    assert torch.equal(caches[0][0], caches[1][0]) and torch.equal(caches[0][1], caches[1][1])
+    return outputs
+
+
+STEPS = {
+    "one_decode": ([1], [17], 0),
+    "first_token": ([1], [1], 0),
+    "decode_batch": ([1] * 5, [1, 4, 9, 150, 13], 0),
+    "decode_padding": ([1] * 4, [70, 9, 0, 0], 0),
+    "verify": ([3, 1, 4], [3, 11, 90], 0),
+    "prefill": ([70, 1, 21], [70, 1, 21], 3),
+    "chunks": ([5, 66], [123, 80], 2),
+    "mixed": ([7, 65, 1, 1], [7, 100, 12, 90], 2),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("changes", [{}, {"window": 6}, {"num_kv_heads": 1}, {"soft_cap": 1.5}])
+def test_equals_the_reference(step, changes):
+    found, wanted = run_both(make_spec(**changes), make_step(*STEPS[step]))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("step", ["decode_batch", "decode_padding", "mixed"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_sinks_and_rows(step, window):
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE)
+    spec = make_spec(has_sinks=True, window=window)
+    found, wanted = run_both(spec, make_step(*STEPS[step], by_row=True), sinks)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_padding", [1, 64, 130])
+def test_padding_behind_the_last_sequence_yields_zeros(num_padding):
+    found, wanted = run_both(make_spec(), make_step([66, 3, 0], [70, 3, 0], 2, num_padding=num_padding))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[69:], torch.zeros_like(found[69:]))
+
+
+@pytest.mark.parametrize("head_dim, block, kv_heads", [(24, 5, 2), (128, 16, 4), (256, 16, 1)])
+@pytest.mark.parametrize("step", ["decode_batch", "mixed"])
+def test_shapes_of_models_in_half_precision(step, head_dim, block, kv_heads):
+    spec = make_spec(head_dim=head_dim, num_kv_heads=kv_heads, dtype=HALF, scale=head_dim**-0.5)
+    found, wanted = run_both(spec, make_step(*STEPS[step], block=block), block=block)
+    assert found.dtype is HALF
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 16])
+def test_the_number_of_splits_changes_only_roundings(splits):
+    spec, step = make_spec(), make_step(*STEPS["decode_batch"])
+    q = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    cache = [
+        torch.randn(NUM_BLOCKS, 2, BLOCK, 16, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        for i in range(2)
+    ]
+    outputs = [torch.empty_like(q) for _ in range(2)]
+    for output, count in zip(outputs, (splits, 4), strict=True):
+        decode_attention.decode_attention(
+            q, *cache, step.block_tables, None, step.context_lens, output, scale=spec.scale, splits=count
+        )
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+
+
+def test_splits_follow_the_shape_alone():
+    assert decode_attention.num_splits(1, 8) == 16
+    assert decode_attention.num_splits(64, 8) == 1
+    assert decode_attention.num_splits(4, 8) == 8
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_stored_as_zero(bad):
+    k = torch.randn(3, 2, 16, device=DEVICE)
+    v = torch.randn(3, 2, 16, device=DEVICE)
+    k[1, 0, 3] = v[2, 1, 0] = bad
+    slots = torch.tensor([9, -1, 2], device=DEVICE)
+    caches = [[torch.full((4, 2, BLOCK, 16), 5.0, device=DEVICE) for _ in range(2)] for _ in range(2)]
+    kv_cache.write_kv(k, v, *caches[0], slots)
+    reference_kv_cache.write_kv(k, v.nan_to_num(0.0, 0.0, 0.0), *caches[1], slots)
+    assert torch.equal(caches[0][0], caches[1][0]) and torch.equal(caches[0][1], caches[1][1])

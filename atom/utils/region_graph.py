@@ -15,8 +15,11 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from atom.utils import recording
+from atom.utils.device_graph import CudaBackend
 from atom.utils.forward_context import get_forward_context
-from atom.utils.recording import CudaBackend, GraphRecording, HostPool, PythonRecording, Recording, deliver
+from atom.utils.python_recording import HostPool, PythonRecording
+from atom.utils.recorded_values import deliver, map_tensors, tensors_in
+from atom.utils.recording import GraphRecording, Recording
 
 Phase = Literal["prefill", "decode"]
 C = TypeVar("C", bound=type)
@@ -157,8 +160,8 @@ class TokenGraph:
             made = new_recording(
                 f"{self.name} [{num_rows} rows, {phase}]", _device_of(args, kwargs), self, breaks=True
             )
-            static_args = recording.map_tensors(made.hold_input, args)
-            static_kwargs = recording.map_tensors(made.hold_input, kwargs)
+            static_args = map_tensors(made.hold_input, args)
+            static_kwargs = map_tensors(made.hold_input, kwargs)
             result = made.record(lambda: function(*static_args, **static_kwargs))
             self._recordings[self._key(num_rows, phase)] = (made, static_args, static_kwargs)
         if num_rows not in sizes:
@@ -329,5 +332,5 @@ def _num_rows(unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    tensors = recording.tensors_in((args, kwargs))
+    tensors = tensors_in((args, kwargs))
     return tensors[0].device if tensors else _default_device()

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from atom.utils import recording, region_graph
@@ -302,3 +303,34 @@ def test_side_streams_inside_a_segment_are_recorded():
     torch.testing.assert_close(
         call(lambda: graphs.replay(32, "decode", fresh), shift=2.0), expected, rtol=1e-3, atol=1e-3
     )
+
+
+def test_collectives_are_recorded_behind_eager_ones(tmp_path):
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+
+        @eager_region
+        def reduced(x):
+            dist.all_reduce(x)  # pending when the next segment's capture begins
+
+        def function(x):
+            x = x * 2
+            dist.all_reduce(x)
+            x = shifted(x)
+            reduced(x)
+            dist.all_reduce(x)
+            return x + 1
+
+        graphs = TokenGraph("toy")
+        for num_rows in (64, 32, 16, 8):
+            x = torch.ones(num_rows, 4, device=DEVICE)
+            for _ in range(20):  # the watchdog is still polling these when the capture would begin
+                call(function, x)
+            call(lambda x=x, n=num_rows: graphs.record(n, "decode", function, x))
+        for num_rows in (8, 64):
+            fresh = torch.full((num_rows, 4), 3.0, device=DEVICE)
+            output = call(lambda x=fresh, n=num_rows: graphs.replay(n, "decode", x), shift=2.0)
+            assert output.unique().tolist() == [9.0]
+        graphs.clear()
+    finally:
+        dist.destroy_process_group()

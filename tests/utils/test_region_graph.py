@@ -9,7 +9,9 @@ from torch import nn
 
 from atom.utils import recording, region_graph
 from atom.utils.forward_context import Context, ForwardContext, get_forward_context, set_forward_context
-from atom.utils.recording import GraphRecording, HostPool, unowned
+from atom.utils.python_recording import HostPool
+from atom.utils.recorded_values import deliver, unowned
+from atom.utils.recording import GraphRecording
 from atom.utils.region_graph import (
     ReqGraph,
     TokenGraph,
@@ -523,7 +525,7 @@ def test_an_unowned_tensor_is_the_same_memory(dtype, has_inference_mode):
 
 def test_overlapping_inputs_arrive_whole():
     memory = torch.arange(6.0)
-    recording.deliver(memory[:4], memory[2:], "x")
+    deliver(memory[:4], memory[2:], "x")
     assert memory.tolist() == [0, 1, 0, 1, 2, 3]
 
 

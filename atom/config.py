@@ -443,8 +443,6 @@ def check_supported(config: Config) -> None:
     compilation = config.compilation_config
     if compilation.level > 0 and not config.enforce_eager:
         settings.append(("--level", compilation.level))
-    if compilation.captures_graphs and not config.enforce_eager:
-        settings.append(("--cudagraph-mode", compilation.cudagraph_mode.name))
     for flag, value in settings:
         hint = "; the HTTP port is --server-port" if flag == "--port" else ""
         raise ConfigError(f"{flag} is not available in this version of ATOM, got {value}{hint}")

@@ -89,6 +89,12 @@ class CompilationConfig:
     inductor_compile_config: dict[str, Any] = opt(dict, "Options handed to Inductor.")
     debug_dump_path: str = opt("", "Folder for decompiled graphs.")
     cache_dir: str = opt("", "Folder of compiled artifacts; empty: below ~/.cache/atom.")
+    is_level_open: bool = opt(False, "The platform chooses the level.")
+    is_mode_open: bool = opt(False, "The platform chooses what is recorded.")
+    graph_warmup: Literal["startup", "background", "lazy"] = opt(
+        "startup",
+        "When graphs are recorded: before the engine is ready, bucket by bucket while it serves, or at first use.",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, "compilation_config.")
@@ -101,6 +107,16 @@ class CompilationConfig:
                 object.__setattr__(self, "splitting_ops", DEFAULT_SPLITTING_OPS)
             if self.cudagraph_mode is None:
                 object.__setattr__(self, "cudagraph_mode", CUDAGraphMode.TR_HYBRID)
+
+    def settled(self, level: int, mode: CUDAGraphMode) -> "CompilationConfig":
+        """A copy in which what was left open has these values."""
+        return dataclasses.replace(
+            self,
+            level=level if self.is_level_open else self.level,
+            cudagraph_mode=mode if self.is_mode_open else self.cudagraph_mode,
+            is_level_open=False,
+            is_mode_open=False,
+        )
 
     @property
     def captures_graphs(self) -> bool:

@@ -111,19 +111,15 @@ def test_a_wrong_flag_or_value_names_the_near_match(capsys, line, parts):
     assert len(told.splitlines()) == 2  # the error and where help is
 
 
-def test_the_defaults_start_without_compilation_and_graphs():
+def test_level_and_mode_are_the_platforms_unless_asked_for():
     config = EngineArgs().create_config()
-    assert config.compilation_config.level == 0
-    assert config.compilation_config.cudagraph_mode is CUDAGraphMode.NONE
     check_supported(config)
     assert config == config_of("")
-
-
-def test_what_is_asked_for_is_meant():
-    for line, flag in (("--level 3", "--level"), ("--cudagraph-mode full", "--cudagraph-mode")):
-        with pytest.raises(ConfigError, match=f"^{flag} is not available"):
-            check_supported(config_of(line))
-    check_supported(config_of("--level 0 --cudagraph-mode none"))
+    on_gpu = config.compilation_config.settled(3, CUDAGraphMode.FULL)
+    assert (on_gpu.level, on_gpu.cudagraph_mode) == (3, CUDAGraphMode.FULL)
+    asked = config_of("--level 0 --cudagraph-mode tr_hybrid").compilation_config
+    asked = asked.settled(3, CUDAGraphMode.FULL)
+    assert (asked.level, asked.cudagraph_mode) == (0, CUDAGraphMode.TR_HYBRID)
 
 
 def test_flags_become_fields():

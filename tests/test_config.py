@@ -409,7 +409,6 @@ def test_the_hash_follows_what_a_graph_depends_on():
         ({"speculative_config": {"method": "mtp"}}, "--method"),
         ({"kv_transfer_config": {"kv_connector": "x"}}, "--kv-transfer-config"),
         ({"compilation_config": {"level": 1}}, "--level"),
-        ({"compilation_config": {"cudagraph_mode": "FULL"}}, "--cudagraph-mode"),
         ({"enable_tbo_decode": True}, "--enable-tbo "),
         ({"enable_low_latency": True}, "--all2all-backend"),
         ({"dspark": {"q_buckets": "1"}}, "--dspark-config"),

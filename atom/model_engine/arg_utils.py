@@ -5,7 +5,6 @@ A field that carries over to ``Config`` unchanged takes its default, type and he
 
 import argparse
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
-# What --level and --cudagraph-mode mean when they are not given, as soon as they are available.
-PREFERRED_LEVEL = 3
-PREFERRED_CUDAGRAPH_MODE = CUDAGraphMode.FULL
-HAS_COMPILATION = False
-HAS_DEVICE_GRAPHS = False
 
 _CONFIG_FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
@@ -126,13 +120,13 @@ class EngineArgs:
     enforce_eager: bool = same("enforce_eager")
     level: int | None = arg(
         None,
-        "Compilation level; default: 3 where compilation is available, else 0.",
+        "Compilation level; default: 3 on a GPU, 0 on the CPU.",
         type=int,
         choices=range(4),
     )
     cudagraph_mode: str | None = arg(
         None,
-        "What is recorded as device graphs; default: FULL where graphs are available, else NONE.",
+        "What is recorded as device graphs; default: FULL on a GPU, NONE on the CPU.",
         type=str.upper,
         choices=tuple(CUDAGraphMode.__members__),
     )
@@ -140,6 +134,11 @@ class EngineArgs:
         None,
         "Batch sizes to record, such as [1,2,4,8]; default: 1 to 8, then every 16 to 512.",
         type=int_list,
+    )
+    graph_warmup: str = arg(
+        "startup",
+        "When graphs are recorded: before serving, while serving, or at first use.",
+        choices=("startup", "background", "lazy"),
     )
     method: str | None = arg(None, "Speculative decoding.", choices=("mtp", "eagle3", "dspark"))
     num_speculative_tokens: int = arg(1, "Tokens drafted a step.", type=int)
@@ -202,19 +201,14 @@ class EngineArgs:
         return Config.build(self.model, **fields)
 
     def _compilation_fields(self) -> dict[str, Any]:
-        """What was asked for; what was not, at its preferred value where this version has it."""
-        level, mode = self.level, self.cudagraph_mode
-        if level is None and mode is None and not (HAS_COMPILATION or HAS_DEVICE_GRAPHS):
-            _say_eager()
-        if level is None:
-            level = PREFERRED_LEVEL if HAS_COMPILATION and not self.enforce_eager else 0
-        if mode is None:
-            has_graphs = HAS_DEVICE_GRAPHS and not self.enforce_eager
-            mode = (PREFERRED_CUDAGRAPH_MODE if has_graphs else CUDAGraphMode.NONE).name
+        """What was asked for; the rest is left to the platform."""
         return {
-            "level": level,
-            "cudagraph_mode": mode,
+            "level": self.level or 0,
+            "is_level_open": self.level is None,
+            "cudagraph_mode": self.cudagraph_mode,
+            "is_mode_open": self.cudagraph_mode is None,
             "cudagraph_capture_sizes": self.cudagraph_capture_sizes,
+            "graph_warmup": self.graph_warmup,
         }
 
     def _speculative_fields(self) -> dict[str, Any] | None:
@@ -244,11 +238,6 @@ class EngineArgs:
         from atom.model_engine.llm_engine import LLMEngine
 
         return LLMEngine(config=config, tokenizer=tokenizer)
-
-
-@functools.cache
-def _say_eager() -> None:
-    logger.info("neither compilation nor device graphs in this version: the model runs eagerly")
 
 
 def _add_argument_options(field: dataclasses.Field) -> dict[str, Any]:

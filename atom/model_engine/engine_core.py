@@ -49,6 +49,7 @@ logger = init_logger(__name__)
 STEP_ALLOWANCE_S = 30.0
 STEP_ALLOWANCE_PER_TOKEN_S = 0.25
 INTEGRITY_CHECK_INTERVAL_S = 1.0
+STEPS_A_GRAPH = 64  # busy, and with graphs left to record: one is recorded every so many steps
 _NO_ERRORS: dict[int, str] = {}
 
 
@@ -124,6 +125,7 @@ class EngineCore:
             ("load weights", lambda: self.worker.load(report)),
             ("allocate cache", self._allocate),
             ("warm up", lambda: self.worker.warm_up(report)),
+            ("record graphs", lambda: self.worker.record_graphs(report)),
         ]
         if settle is not None:
             actions.append(("settle heap", settle))
@@ -198,6 +200,8 @@ class EngineCore:
         self._is_unchecked = True
         if not self.has_work:
             self.rest()
+        elif self._num_steps % STEPS_A_GRAPH == 0:
+            self.worker.record_next_graph()
         return did_work
 
     def _step_plain(self) -> bool:
@@ -259,7 +263,10 @@ class EngineCore:
             self._guides.drop_finished()
 
     def rest(self) -> None:
-        """What is done while there is no work: the books over the cache are checked once after the last step."""
+        """What is done while there is no work: one more graph is recorded, and the books over the cache are
+        checked once after the last step.
+        """
+        self.worker.record_next_graph()
         now = time.monotonic()
         if not self._is_unchecked or now - self._checked_at < INTEGRITY_CHECK_INTERVAL_S:
             return

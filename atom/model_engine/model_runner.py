@@ -10,14 +10,15 @@ import numpy as np
 import torch
 
 from atom.config import Config
-from atom.config_parts import KVCacheTensor
+from atom.config_parts import CUDAGraphMode, KVCacheTensor
 from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenLogprobs, TokenMasks
 from atom.errors import ConfigError
 from atom.kernels.reference import sampling as reference_sampling
 from atom.kernels.registry import selected_kernels
-from atom.model_engine.runner.device_tables import DeviceTables, StepInputs
 from atom.model_engine.runner.device_timer import make_device_timer
-from atom.model_engine.runner.input_packer import InputPacker, PackedStep
+from atom.model_engine.runner.forward_mode import capture_sizes, token_graph_sizes
+from atom.model_engine.runner.forward_pass import ForwardPass, ForwardResult
+from atom.model_engine.runner.graph_recorder import GraphRecorder, RecordedBucket
 from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
 from atom.model_engine.runner.limits import scheduler_limits
 from atom.model_engine.runner.warm_up import warm_up_batches
@@ -31,7 +32,6 @@ from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_ban
 from atom.models.registry import get_model_class, support_model_arch_dict
 from atom.platforms import get_platform
 from atom.runtime.profiler import Profiler
-from atom.utils.forward_context import AttentionMetaData, Context, ForwardContext, set_forward_context
 from atom.utils.logging import init_logger
 
 __all__ = ["ModelRunner", "support_model_arch_dict"]
@@ -49,7 +49,7 @@ class StepHandle:
     """A launched step: what sampling and reading back need."""
 
     batch: ScheduledBatch
-    inputs: StepInputs
+    result: ForwardResult
     plan: SamplingPlan
     logits: torch.Tensor | None = None  # [num sampling sequences, vocab], until sampled
     sampled: SampleResult | None = None
@@ -73,9 +73,15 @@ class ModelRunner(Worker):
         self.files = ModelFiles.resolve(config.model, hf_overrides=config.hf_overrides)
         self.hf_config = self.files.hf_config
         self.dtype = self._choose_dtype()
+        self.compilation = config.compilation_config.settled(
+            self.platform.compilation_level, CUDAGraphMode[self.platform.cudagraph_mode]
+        )
         self.block_size = config.kv_cache_block_size
         self.model: torch.nn.Module | None = None
         self.groups: list[CacheGroupSpec] = []
+        self._forward: ForwardPass | None = None
+        self._recorder: GraphRecorder | None = None
+        self._remaining: Iterator[RecordedBucket] = iter(())  # still to be recorded, while serving
         self._profiler: Profiler | None = None
         self._timer = make_device_timer(self.device, "gpu_forward_seconds", "gpu_sample_seconds")
 
@@ -180,21 +186,24 @@ class ModelRunner(Worker):
         return self.groups
 
     def allocate(self, groups: list[CacheGroupSpec]) -> None:
-        config = self.config
-        layers = self._layers = self.model.attention_layers()
-        self._kv_caches = {}
+        layers = self.model.attention_layers()
+        kv_caches: dict[str, KVCacheTensor] = {}
         for group in groups:
             for name in group.layer_names:
                 shape = layers[name].cache_shape(group.num_blocks, self.block_size)
-                self._kv_caches[name] = KVCacheTensor(
-                    len(self._kv_caches), self._new_cache(shape), self._new_cache(shape)
+                kv_caches[name] = KVCacheTensor(
+                    len(kv_caches), self._new_cache(shape), self._new_cache(shape)
                 )
-        max_blocks = -(-self.max_model_len // self.block_size) + 1
-        self._tables = DeviceTables(
-            config.max_num_seqs, max_blocks, len(groups), self.block_size, self.device
+        self._forward = ForwardPass(
+            self.model,
+            groups,
+            kv_caches,
+            block_size=self.block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            max_blocks=-(-self.max_model_len // self.block_size) + 1,
+            chunk_tokens=self._chunk_tokens,
+            device=self.device,
         )
-        capacity = InputPacker.capacity(config.max_num_seqs, self._chunk_tokens, max_blocks, len(groups))
-        self._packer = InputPacker(capacity)
         self.set_vocab_size(self.hf_config.vocab_size)
 
     def _new_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -230,50 +239,21 @@ class ModelRunner(Worker):
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         plan = self._sampler.plan(batch)
-        step = self._packer.pack(batch)
-        packed = torch.from_numpy(step.buffer).to(self.device, non_blocking=True)
-        context_lens_host = [start + n for start, n in zip(batch.starts, batch.num_scheduled, strict=True)]
-        inputs = self._tables.prepare(packed, step, max(context_lens_host))
-        with set_forward_context(self._forward_context(batch, inputs, step, context_lens_host)):
-            stop_timer = self._timer.start("gpu_forward_seconds")
-            hidden = self.model(inputs.input_ids, inputs.positions)
-            stop_timer()
-        handle = StepHandle(batch, inputs, plan)
-        indices = plan.indices
-        if indices is None or indices:
-            last = inputs.cu_seqlens_q[1:].long() - 1 if step.num_tokens > step.num_seqs else None
-            if indices is not None:
-                last = (last if last is not None else torch.arange(step.num_seqs, device=self.device))[
-                    indices
-                ]
-            handle.logits = self.model.compute_logits(hidden if last is None else hidden[last])
-        self._score_prompts(handle, hidden)
+        stop_timer = self._timer.start("gpu_forward_seconds")
+        result = self._forward.run(batch)
+        stop_timer()
+        handle = StepHandle(batch, result, plan)
+        if plan.indices is None or plan.indices:
+            handle.logits = self.model.compute_logits(self._last_rows(batch, plan, result))
+        self._score_prompts(handle, result.hidden)
         return handle
 
-    def _forward_context(
-        self, batch: ScheduledBatch, inputs: StepInputs, step: PackedStep, context_lens_host: list[int]
-    ) -> ForwardContext:
-        by_layer = {}
-        for group, spec in zip(inputs.groups, self.groups, strict=True):
-            metadata = AttentionMetaData(
-                num_prefill_seqs=batch.num_prefill_seqs,
-                num_prefill_tokens=step.num_prefill_tokens,
-                query_lens_host=batch.num_scheduled,
-                context_lens_host=context_lens_host,
-                cu_seqlens_q=inputs.cu_seqlens_q,
-                context_lens=inputs.context_lens,
-                block_tables=group.block_table,
-                slot_mapping=group.slots,
-            )
-            by_layer |= dict.fromkeys(spec.layer_names, metadata)
-        context = Context(
-            positions=inputs.positions,
-            is_prefill=batch.num_prefill_seqs > 0,
-            batch_size=batch.num_seqs,
-            running_bs=batch.num_seqs,
-            running_tokens=batch.num_tokens,
-        )
-        return ForwardContext(self._layers, by_layer, self._kv_caches, context)
+    def _last_rows(self, batch: ScheduledBatch, plan: SamplingPlan, result: ForwardResult) -> torch.Tensor:
+        """Hidden states of the last token of each sequence that samples."""
+        if plan.indices is None and batch.num_tokens == batch.num_seqs:
+            return result.hidden
+        last = result.cu_seqlens_q[1:].long() - 1
+        return result.hidden[last if plan.indices is None else last[plan.indices]]
 
     def _score_prompts(self, handle: StepHandle, hidden: torch.Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow this step's positions, where asked for."""
@@ -297,17 +277,19 @@ class ModelRunner(Worker):
         return handle.plan.needs_late_mask
 
     def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
+        rows, context_lens = handle.result.rows, handle.result.context_lens
+        tables = self._forward.tables
         if handle.logits is None:
-            self._tables.advance(handle.inputs, handle.inputs.rows[:0], handle.inputs.rows[:0])
+            tables.advance(rows, context_lens, rows[:0], rows[:0])
             return
         plan = handle.plan
         stop_timer = self._timer.start("gpu_sample_seconds")
         bans = late_bans(handle.batch) if plan.needs_late_mask else None
-        handle.sampled = self._sampler.sample(handle.logits, plan, bans, masks)
-        rows = handle.inputs.rows
+        sampled = self._sampler.sample(handle.logits, plan, bans, masks)
         stop_timer()
         sampled_rows = rows if plan.indices is None else rows[plan.indices]
-        self._tables.advance(handle.inputs, sampled_rows, handle.sampled.token_ids)
+        tables.advance(rows, context_lens, sampled_rows, sampled.token_ids)
+        handle.sampled = sampled.to_host()
         handle.logits = None  # the largest tensor of a step; the handle may wait for another one
 
     def wait(self, handle: StepHandle) -> BatchOutput:
@@ -327,6 +309,49 @@ class ModelRunner(Worker):
             self.wait(handle)
             report("warm up", number / 2)
         self.platform.synchronize()
+
+    # -- recorded graphs
+
+    def record_graphs(self, report: ReportProgress) -> None:
+        warmup = self.compilation.graph_warmup
+        self._recorder = self._new_recorder()
+        if self._recorder is None:
+            return
+        if warmup == "startup":
+            self.capture_cudagraph(report)
+        elif warmup == "lazy":
+            self._recorder.record_on_demand()
+        else:
+            self._remaining = self._recorder.run(largest_first=False)
+
+    def capture_cudagraph(self, report: ReportProgress) -> tuple[float, list[int]]:
+        """Record every bucket, the largest first. Returns the seconds it took and the decode sizes, ascending."""
+        recorder = self._recorder
+        for done, bucket in enumerate(recorder.run(), 1):
+            report(f"record graphs ({bucket.kind} {bucket.size})", done / recorder.num_buckets)
+        return sum(bucket.seconds for bucket in recorder.recorded), sorted(recorder.decode_sizes)
+
+    def record_next_graph(self) -> bool:
+        return next(self._remaining, None) is not None
+
+    def _new_recorder(self) -> GraphRecorder | None:
+        """What records the configured buckets; None where nothing is to be recorded."""
+        compilation = self.compilation
+        if self.config.enforce_eager or not compilation.captures_graphs:
+            return None
+        forward, mode = self._forward, compilation.cudagraph_mode
+        prefill = []
+        if forward.supports_token_graph and mode.mixed_mode() is not CUDAGraphMode.NONE:
+            prefill = [n for n in token_graph_sizes() if n <= self._chunk_tokens]
+        elif self.device.type != "cpu" and mode.has_full_cudagraphs():
+            names = sorted({layer.backend.name for layer in forward.layers.values()})
+            raise ConfigError(
+                f"cudagraph_mode {mode.name} needs attention that a device graph can hold; {', '.join(names)} "
+                "cannot be (TR_HYBRID breaks the graph there)"
+            )
+        given = compilation.cudagraph_capture_sizes or compilation.cuda_graph_sizes
+        decode = capture_sizes(given, self.config.max_num_seqs, self._chunk_tokens)
+        return GraphRecorder(forward, self.platform, mode, list(decode), prefill)
 
     # -- facts and tools
 
@@ -373,10 +398,9 @@ class ModelRunner(Worker):
         return [profiler.stop()]
 
     def close(self) -> None:
-        self.model = None
-        self._kv_caches = {}
-        self._tables = None
-        self._sampler = None
+        if self._forward is not None:
+            self._forward.clear_graphs()
+        self.model = self._forward = self._sampler = None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

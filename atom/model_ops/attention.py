@@ -7,6 +7,7 @@ from torch import nn
 
 from atom.model_ops.attentions.backend import AttentionSpec, select_backend
 from atom.utils.forward_context import get_forward_context
+from atom.utils.region_graph import break_recording
 
 
 class Attention(nn.Module):
@@ -62,7 +63,10 @@ class Attention(nn.Module):
         """``q [num_tokens, num_heads, head_dim]``, ``k`` and ``v [num_tokens, num_kv_heads, head_dim]`` ->
         ``[num_tokens, num_heads * head_dim]``."""
         output = torch.empty((len(q), self.num_heads, self.head_dim), dtype=q.dtype, device=q.device)
-        self.attend(q, k, v, output)
+        if self.backend.supports_token_graph:
+            self.attend(q, k, v, output)
+        else:
+            break_recording(self.attend, q, k, v, output)
         return output.flatten(-2)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor) -> None:

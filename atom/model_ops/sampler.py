@@ -88,6 +88,34 @@ class SampleResult:
     token_ids: torch.Tensor  # [n] int64
     is_finite: torch.Tensor  # [n] bool; where False the row alone has failed
     logprobs: LogprobTensors | None = None  # of the rows that asked
+    arrival: torch.cuda.Event | None = None  # when the copies of ``to_host`` have arrived
+
+    def to_host(self) -> "SampleResult":
+        """The same in host memory, to be read after :meth:`wait`; starts the copies and returns at once.
+
+        Waiting for these copies alone lets the next step, launched behind them, go on computing.
+        """
+        if self.token_ids.device.type == "cpu":
+            return self
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = LogprobTensors(
+                *(_start_copy(getattr(self.logprobs, f)) for f in LogprobTensors.__slots__)
+            )
+        result = SampleResult(_start_copy(self.token_ids), _start_copy(self.is_finite), logprobs)
+        result.arrival = torch.cuda.Event()
+        result.arrival.record()
+        return result
+
+    def wait(self) -> None:
+        """Return once everything is there."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+
+
+def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The beginning of an asynchronous copy into pinned memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class Sampler:
@@ -191,12 +219,14 @@ class Sampler:
                 bans += [(i, word[0]) for word in seq.bad_word_ids if len(word) == 1 and word[0] < limit]
         if bias:
             row, ids, values = zip(*bias, strict=True)
-            values = torch.tensor(values, dtype=torch.float32, device=self.device)
+            values = torch.from_numpy(np.array(values, np.float32)).to(self.device, non_blocking=True)
             composition.bias = (self._tensor(row), self._tensor(ids), values)
         composition.bans = self._pairs(bans)
 
     def _tensor(self, values: Values[int]) -> torch.Tensor:
-        return torch.from_numpy(np.array(values, np.int64)).to(self.device)  # half the time of torch.tensor
+        # Half the time of torch.tensor. From pageable memory the bytes are taken before the call returns, and
+        # non_blocking keeps it from waiting for the device.
+        return torch.from_numpy(np.array(values, np.int64)).to(self.device, non_blocking=True)
 
     def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not pairs:
@@ -309,6 +339,7 @@ def late_bans(batch: ScheduledBatch) -> list[tuple[int, int]]:
 
 def to_batch_output(batch: ScheduledBatch, plan: SamplingPlan, result: SampleResult) -> BatchOutput:
     """A step's result as the scheduler wants it. The only function here that waits for the device."""
+    result.wait()
     ids = result.token_ids.tolist()
     indices = plan.indices
     output = BatchOutput(ids)

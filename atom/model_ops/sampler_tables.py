@@ -53,13 +53,15 @@ class PenaltyStore:
         ids = np.unique(ids[ids < self.vocab_size])
         output, counts = np.unique(output[output < self.vocab_size], return_counts=True)
         self._counts[slot] = 0
-        output = torch.from_numpy(output).to(self.device)
-        self._counts[slot, output] = torch.from_numpy(counts.astype(np.int32)).to(self.device)
+        output = torch.from_numpy(output).to(self.device, non_blocking=True)
+        self._counts[slot, output] = torch.from_numpy(counts.astype(np.int32)).to(
+            self.device, non_blocking=True
+        )
         self._lengths[slot] = len(ids)
         self._grow_width(len(ids))
         if len(ids):
             self._held[slot] = int(ids[0])
-            self._held[slot, : len(ids)] = torch.from_numpy(ids).to(self.device)
+            self._held[slot, : len(ids)] = torch.from_numpy(ids).to(self.device, non_blocking=True)
         return slot
 
     def give_back(self, slot: int) -> None:
@@ -97,7 +99,7 @@ class PenaltyStore:
         if not members:
             return
         if len(members) < len(host_slots):  # a prompt without one valid id, before its answer
-            select = torch.tensor(members, device=self.device)
+            select = torch.from_numpy(np.array(members, np.int64)).to(self.device, non_blocking=True)
             rows, slots = rows[select], slots[select]
             presence, frequency, repetition = presence[select], frequency[select], repetition[select]
         width = max(self._lengths[slot] for slot in host_slots)
@@ -119,7 +121,8 @@ class PenaltyStore:
             if columns[i] == 0:  # nothing to repeat yet
                 self._held[slot] = ids[i]
             self._lengths[slot] += 1
-        self._held[slots, torch.tensor(columns, device=self.device)] = ids
+        columns = torch.from_numpy(np.array(columns, np.int64)).to(self.device, non_blocking=True)
+        self._held[slots, columns] = ids
         self._counts[slots, ids] += 1
 
 
@@ -137,9 +140,9 @@ class SamplerTables:
         self._host_seeds = np.zeros(num_rows + 1, np.int64)
         self._host_top_k = np.zeros(num_rows + 1, np.int32)
         # On the CPU these share the arrays' memory; elsewhere ``admit`` copies a row.
-        self._floats = torch.from_numpy(self._host_floats).to(device)
-        self._seeds = torch.from_numpy(self._host_seeds).to(device)
-        self._top_k = torch.from_numpy(self._host_top_k).to(device)
+        self._floats = torch.from_numpy(self._host_floats).to(device, non_blocking=True)
+        self._seeds = torch.from_numpy(self._host_seeds).to(device, non_blocking=True)
+        self._top_k = torch.from_numpy(self._host_top_k).to(device, non_blocking=True)
         self.needs = [0] * (num_rows + 1)
         self.seqs: list[Sequence | None] = [None] * (num_rows + 1)
         self.slots = [-1] * (num_rows + 1)  # of the penalty store

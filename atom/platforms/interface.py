@@ -31,6 +31,8 @@ class Platform(ABC):
     device_type: str  # as torch spells it: cpu | cuda (ROCm builds of torch say cuda too)
     communication_backend: str  # of torch.distributed
     attention_backends: tuple[str, ...]  # by preference; the first that supports a layer serves it
+    compilation_level: int = 0  # unless the user says
+    cudagraph_mode: str = "NONE"  # alike; a name of CUDAGraphMode
 
     def __init__(self, reason: str = ""):
         self.reason = reason

@@ -33,15 +33,18 @@ def batch(seqs, starts, lengths, num_prefill, patches):
     )
 
 
-def prepared(tables, packer, step):
-    packed = packer.pack(step)
+def prepared(tables, packer, step, running_bs=None, running_tokens=None):
+    packed = packer.pack(step, running_bs)
     bound = max(start + n for start, n in zip(step.starts, step.num_scheduled, strict=True))
-    return tables.prepare(torch.from_numpy(packed.buffer), packed, bound)
+    buffer = torch.from_numpy(packed.buffer)
+    tables.apply(buffer, packed)
+    return tables.derive(buffer, packed, bound, running_tokens)
 
 
-def fresh(num_groups=1):
+def fresh(num_groups=1, gathers_tables=True):
     capacity = InputPacker.capacity(8, 64, 16, num_groups)
-    return DeviceTables(8, 16, num_groups, BLOCK, torch.device("cpu")), InputPacker(capacity)
+    tables = DeviceTables(8, 16, num_groups, BLOCK, torch.device("cpu"), gathers_tables)
+    return tables, InputPacker(capacity, tables.trash_row)
 
 
 def test_prefill_chunks_of_two_prompts():
@@ -53,8 +56,8 @@ def test_prefill_chunks_of_two_prompts():
     assert inputs.positions.tolist() == [2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5]
     assert inputs.cu_seqlens_q.tolist() == [0, 5, 11]
     assert inputs.context_lens.tolist() == [7, 6]
-    assert inputs.groups[0].slots.tolist() == [30, 31, 8, 9, 10, 20, 21, 22, 23, 24, 25]
-    assert inputs.groups[0].block_table.tolist() == [[7, 2], [5, 6]]
+    assert inputs.groups[0].slot_mapping.tolist() == [30, 31, 8, 9, 10, 20, 21, 22, 23, 24, 25]
+    assert inputs.groups[0].block_tables.tolist() == [[7, 2], [5, 6]]
 
 
 def test_decode_takes_ids_and_positions_from_the_device():
@@ -62,24 +65,24 @@ def test_decode_takes_ids_and_positions_from_the_device():
     first, second = sequence(1, [1, 2, 3]), sequence(4, [9] * 5)
     step = batch([first, second], [0, 0], [3, 5], 2, [[(1, 0, 1), (4, 0, 2), (4, 1, 3)]])
     inputs = prepared(tables, packer, step)
-    tables.advance(inputs, inputs.rows, torch.tensor([77, 88]))
+    tables.advance(inputs.rows, inputs.context_lens, inputs.rows, torch.tensor([77, 88]))
     decode = batch([second, first], [5, 3], [1, 1], 0, [[]])
     inputs = prepared(tables, packer, decode)
     assert inputs.input_ids.tolist() == [88, 77]
     assert inputs.positions.tolist() == [5, 3]
     assert inputs.context_lens.tolist() == [6, 4]
-    assert inputs.groups[0].slots.tolist() == [3 * BLOCK + 1, BLOCK + 3]
+    assert inputs.groups[0].slot_mapping.tolist() == [3 * BLOCK + 1, BLOCK + 3]
 
 
 def test_a_mixed_step_puts_decode_rows_behind_prefill_rows():
     tables, packer = fresh()
     old, new = sequence(2, [5, 6]), sequence(6, [7, 8, 9])
     inputs = prepared(tables, packer, batch([old], [0], [2], 1, [[(2, 0, 4)]]))
-    tables.advance(inputs, inputs.rows, torch.tensor([42]))
+    tables.advance(inputs.rows, inputs.context_lens, inputs.rows, torch.tensor([42]))
     inputs = prepared(tables, packer, batch([new, old], [0, 2], [3, 1], 1, [[(6, 0, 9)]]))
     assert inputs.input_ids.tolist() == [7, 8, 9, 42]
     assert inputs.positions.tolist() == [0, 1, 2, 2]
-    assert inputs.groups[0].slots.tolist() == [36, 37, 38, 18]
+    assert inputs.groups[0].slot_mapping.tolist() == [36, 37, 38, 18]
 
 
 def test_every_cache_group_has_its_own_table():
@@ -88,8 +91,8 @@ def test_every_cache_group_has_its_own_table():
     inputs = prepared(
         tables, packer, batch([seq], [0], [5], 1, [[(0, 0, 1), (0, 1, 2)], [(0, 0, 8), (0, 1, 9)]])
     )
-    assert inputs.groups[0].slots.tolist() == [4, 5, 6, 7, 8]
-    assert inputs.groups[1].slots.tolist() == [32, 33, 34, 35, 36]
+    assert inputs.groups[0].slot_mapping.tolist() == [4, 5, 6, 7, 8]
+    assert inputs.groups[1].slot_mapping.tolist() == [32, 33, 34, 35, 36]
 
 
 def test_a_buffer_is_not_written_again_before_the_ring_has_gone_round():
@@ -100,3 +103,72 @@ def test_a_buffer_is_not_written_again_before_the_ring_has_gone_round():
         assert step.buffer[step.ids_offset :].tolist() == [i + 1, i + 2]
     again = packer.pack(batch([seqs[0]], [0], [1], 1, [[]]))
     assert np.shares_memory(again.buffer, packed[0].buffer)
+
+
+def test_padded_decode_rows_are_the_trash_row_and_write_nowhere():
+    tables, packer = fresh()
+    first, second = sequence(1, [1, 2, 3]), sequence(4, [9] * 5)
+    step = batch([first, second], [0, 0], [3, 5], 2, [[(1, 0, 1), (4, 0, 2), (4, 1, 3)]])
+    inputs = prepared(tables, packer, step)
+    tables.advance(inputs.rows, inputs.context_lens, inputs.rows, torch.tensor([77, 88]))
+    decode = batch([second, first], [5, 3], [1, 1], 0, [[]])
+    inputs = prepared(tables, packer, decode, running_bs=4, running_tokens=4)
+    assert inputs.rows.tolist() == [4, 1, 8, 8]
+    assert inputs.input_ids[:2].tolist() == [88, 77]
+    assert inputs.positions.tolist() == [5, 3, 0, 0]
+    assert inputs.context_lens.tolist() == [6, 4, 0, 0]
+    assert inputs.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+    assert inputs.groups[0].slot_mapping.tolist() == [3 * BLOCK + 1, BLOCK + 3, -1, -1]
+    tables.advance(inputs.rows, inputs.context_lens, inputs.rows, torch.tensor([1, 2, 3, 4]))
+    assert tables.computed[[1, 4]].tolist() == [4, 6]
+
+
+def test_a_padded_prefill_has_empty_sequences_and_tokens_of_nobody():
+    tables, packer = fresh()
+    first, second = sequence(3, list(range(10, 15))), sequence(0, [50, 51])
+    step = batch([first, second], [0, 0], [5, 2], 2, [[(3, 0, 7), (3, 1, 2), (0, 0, 5)]])
+    inputs = prepared(tables, packer, step, running_bs=4, running_tokens=10)
+    assert inputs.rows.tolist() == [3, 0, 8, 8]
+    assert inputs.input_ids.tolist() == [10, 11, 12, 13, 14, 50, 51, 0, 0, 0]
+    assert inputs.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 0, 0]
+    assert inputs.cu_seqlens_q.tolist() == [0, 5, 7, 7, 7]
+    assert inputs.context_lens.tolist() == [5, 2, 0, 0]
+    assert inputs.groups[0].slot_mapping.tolist() == [28, 29, 30, 31, 8, 20, 21, -1, -1, -1]
+
+
+def test_tables_of_all_rows_stay_where_they_are():
+    tables, packer = fresh(gathers_tables=False)
+    seq = sequence(2, [1, 2, 3])
+    inputs = prepared(tables, packer, batch([seq], [0], [3], 1, [[(2, 0, 6)]]))
+    assert inputs.has_table_rows
+    assert inputs.groups[0].block_tables.data_ptr() == tables.block_tables[0].data_ptr()
+    assert inputs.groups[0].block_tables[inputs.rows, 0].tolist() == [6]
+
+
+def test_static_inputs_take_over_a_step():
+    tables, packer = fresh(gathers_tables=False)
+    seq = sequence(2, [1, 2, 3])
+    step = batch([seq], [0], [3], 1, [[(2, 0, 6)]])
+    static = prepared(tables, packer, step, running_bs=2, running_tokens=4)
+    addresses = [tensor.data_ptr() for tensor in static.tensors()]
+    fresh_inputs = prepared(tables, packer, batch([seq], [1], [2], 1, [[]]), 2, 4)
+    static.copy_(fresh_inputs)
+    assert static.input_ids.tolist() == [2, 3, 0, 0]
+    assert static.context_lens.tolist() == [3, 0]
+    assert [tensor.data_ptr() for tensor in static.tensors()] == addresses
+
+
+def test_a_slot_is_waited_for_before_it_is_written():
+    waited = []
+    packer = InputPacker(InputPacker.capacity(8, 64, 16, 1), wait_for=waited.append)
+    for _ in range(RING_SIZE + 1):
+        packer.pack(batch([sequence(0, [1, 2])], [0], [2], 1, [[]]))
+    assert waited == [0, 1, 2, 0]
+
+
+def test_sections_cover_the_buffer_without_what_nobody_reads():
+    packer = InputPacker(InputPacker.capacity(8, 64, 16, 1))
+    step = packer.pack(batch([sequence(0, [1, 2])], [0], [2], 1, [[(0, 0, 3)]]))
+    assert step.sections() == [(0, 1), (1, 2), (2, 3), (3, 6), (6, 8)]
+    step = packer.pack(batch([sequence(0, [1, 2])], [2], [1], 0, [[]]))
+    assert step.sections() == [(0, 1), (1, 2)]

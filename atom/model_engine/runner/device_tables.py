@@ -1,4 +1,4 @@
-"""The device side of a step's input: one row a running sequence, and the kernel that derives the rest.
+"""The device side of a step's input: one row a running sequence, and what derives the rest from them.
 
 Row ``R`` (the last) is the trash row: padded rows of recorded graphs point at it, so that what they sample
 cannot overwrite a live row.
@@ -15,13 +15,13 @@ from atom.model_engine.runner.input_packer import PackedStep
 class GroupInputs:
     """A cache group's share of a step."""
 
-    block_table: torch.Tensor  # [num_seqs, columns] int32
-    slots: torch.Tensor  # [num_tokens] int64
+    block_tables: torch.Tensor  # [num_seqs, columns] int32, or all rows where the step comes with rows
+    slot_mapping: torch.Tensor  # [num_tokens] int64; -1: padding
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """Everything that the forward pass and the sampler read."""
+    """Everything that the forward pass and the sampler read; counts include padding."""
 
     rows: torch.Tensor  # [num_seqs] int64
     input_ids: torch.Tensor  # [num_tokens] int64
@@ -29,10 +29,24 @@ class StepInputs:
     cu_seqlens_q: torch.Tensor  # [num_seqs + 1] int32
     context_lens: torch.Tensor  # [num_seqs] int32
     groups: list[GroupInputs]
+    has_table_rows: bool = False  # whether block tables are of all rows, to be read at ``rows``
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What changes from step to step."""
+        own = [self.rows, self.input_ids, self.positions, self.cu_seqlens_q, self.context_lens]
+        return own + [group.slot_mapping for group in self.groups]
+
+    def copy_(self, other: "StepInputs") -> None:
+        """Take over what ``other``, of the same sizes, holds; all row tables must be shared."""
+        torch._foreach_copy_(self.tensors(), other.tensors())
 
 
 class DeviceTables:
     """Per-row state at fixed addresses.
+
+    Args:
+        gathers_tables: give attention the block tables of the step's sequences alone. Without, it gets those of
+            all rows, at an address that never changes, and reads them by row.
 
     Attributes:
         block_tables: per cache group ``[R + 1, max_blocks]`` int32.
@@ -41,9 +55,18 @@ class DeviceTables:
     """
 
     def __init__(
-        self, num_rows: int, max_blocks: int, num_groups: int, block_size: int, device: torch.device
+        self,
+        num_rows: int,
+        max_blocks: int,
+        num_groups: int,
+        block_size: int,
+        device: torch.device,
+        gathers_tables: bool = True,
     ):
         self.block_size = block_size
+        self.trash_row = num_rows
+        self.device = device
+        self._gathers_tables = gathers_tables
         self.block_tables = [
             torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
             for _ in range(num_groups)
@@ -51,57 +74,91 @@ class DeviceTables:
         self.computed = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
-    def prepare(self, packed: torch.Tensor, step: PackedStep, max_context_len: int) -> StepInputs:
-        """Apply the step's patches and derive ids, positions, lengths and cache slots.
+    def apply(self, packed: torch.Tensor, step: PackedStep) -> None:
+        """Write what the step changes: patches of the tables, and where its prefills start.
 
         Args:
-            packed: the step's buffer on the device, ``[used]`` int32.
-            step: its section sizes.
-            max_context_len: upper bound of the context lengths; the gathered tables end there.
+            packed: the step's buffer on the device, at least ``[used]`` int32.
         """
-        n, num_prefill = step.num_seqs, step.num_prefill_seqs
-        rows = packed[:n].long()
-        self._apply_patches(packed, step)
-        if num_prefill:
-            self.computed[rows[:num_prefill]] = packed[2 * n : 2 * n + num_prefill]
-        query_lens = packed[n : 2 * n]
-        starts = self.computed[rows]
-        context_lens = starts + query_lens
-        cu_seqlens_q = torch.zeros(n + 1, dtype=torch.int32, device=packed.device)
-        torch.cumsum(query_lens, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
-
-        decode_ids = self.last_token[rows[num_prefill:]]
-        if num_prefill:
-            owner = torch.repeat_interleave(query_lens.long(), output_size=step.num_tokens)
-            offsets = torch.arange(step.num_tokens, device=packed.device) - cu_seqlens_q[owner]
-            positions = starts[owner] + offsets
-            prefill_ids = packed[step.ids_offset : step.ids_offset + step.num_prefill_tokens].long()
-            input_ids = torch.cat((prefill_ids, decode_ids))
-            token_rows = rows[owner]
-        else:
-            positions, input_ids, token_rows = starts.long(), decode_ids, rows
-
-        columns = -(-max_context_len // self.block_size)
-        block_index = positions // self.block_size
-        in_block = positions - block_index * self.block_size
-        groups = []
-        for table in self.block_tables:
-            blocks = table[token_rows, block_index].long()
-            groups.append(
-                GroupInputs(table[:, :columns].index_select(0, rows), blocks * self.block_size + in_block)
-            )
-        return StepInputs(rows, input_ids, positions, cu_seqlens_q, context_lens, groups)
-
-    def _apply_patches(self, packed: torch.Tensor, step: PackedStep) -> None:
         offset = step.patch_offset
-        for table, count in zip(self.block_tables, step.patch_counts, strict=True):
+        for table, count in zip(self.block_tables, step.patch_counts, strict=False):  # none: no patches
             if count:
                 patches = packed[offset : offset + 3 * count].view(count, 3)
                 index = patches[:, :2].long()
                 table[index[:, 0], index[:, 1]] = patches[:, 2]
                 offset += 3 * count
+        num_prefill = step.num_prefill_seqs
+        if num_prefill:
+            start = 2 * step.running_bs
+            self.computed[packed[:num_prefill].long()] = packed[start : start + num_prefill]
 
-    def advance(self, inputs: StepInputs, sampled_rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def derive(
+        self, packed: torch.Tensor, step: PackedStep, max_context_len: int, running_tokens: int | None = None
+    ) -> StepInputs:
+        """Ids, positions, lengths and cache slots, after :meth:`apply`. Reads nothing back from the device.
+
+        Args:
+            packed: the step's buffer on the device, at least ``[used]`` int32.
+            step: its section sizes.
+            max_context_len: upper bound of the context lengths; gathered tables end there.
+            running_tokens: rows of the forward pass with padding; None: no padding.
+        """
+        n, num_tokens = step.running_bs, running_tokens or step.num_tokens
+        rows = packed[:n].long()
+        query_lens = packed[n : 2 * n]
+        starts = self.computed[rows]
+        context_lens = starts + query_lens
+        is_padded = running_tokens is not None
+        if is_padded:
+            is_live = rows != self.trash_row
+            context_lens = context_lens * is_live
+        cu_seqlens_q = torch.zeros(n + 1, dtype=torch.int32, device=packed.device)
+        torch.cumsum(query_lens, 0, dtype=torch.int32, out=cu_seqlens_q[1:])
+
+        if not step.num_prefill_seqs and num_tokens == n:
+            positions, input_ids, token_rows = starts.long(), self.last_token[rows], rows
+        else:
+            token = torch.arange(num_tokens, device=packed.device)
+            owner = torch.searchsorted(cu_seqlens_q[1:], token, right=True)
+            if is_padded:
+                is_inside = owner < n
+                owner = owner.clamp_(max=n - 1)
+                is_live = is_live[owner] & is_inside
+            positions = starts[owner] + (token - cu_seqlens_q[owner])
+            input_ids, token_rows = self._input_ids(packed, step, rows, num_tokens), rows[owner]
+        if is_padded:
+            positions = positions * is_live
+
+        block_index = positions // self.block_size
+        in_block = positions - block_index * self.block_size
+        columns = -(-max_context_len // self.block_size)
+        groups = []
+        for table in self.block_tables:
+            slots = table[token_rows, block_index].long() * self.block_size + in_block
+            if is_padded:
+                slots = torch.where(is_live, slots, -1)
+            own = table[:, :columns].index_select(0, rows) if self._gathers_tables else table
+            groups.append(GroupInputs(own, slots))
+        return StepInputs(
+            rows, input_ids, positions, cu_seqlens_q, context_lens, groups, not self._gathers_tables
+        )
+
+    def _input_ids(
+        self, packed: torch.Tensor, step: PackedStep, rows: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        """Ids of prefill sequences as they were sent, of decode sequences as they were sampled, then zeros."""
+        prefill_ids = packed[step.ids_offset : step.ids_offset + step.num_prefill_tokens].long()
+        decode_ids = self.last_token[rows[step.num_prefill_seqs : step.num_seqs]]
+        num_padding = num_tokens - len(prefill_ids) - len(decode_ids)
+        return torch.cat((prefill_ids, decode_ids, prefill_ids.new_zeros(num_padding)))
+
+    def advance(
+        self,
+        rows: torch.Tensor,
+        context_lens: torch.Tensor,
+        sampled_rows: torch.Tensor,
+        token_ids: torch.Tensor,
+    ) -> None:
         """After sampling: ``token_ids`` feed the next decode step of ``sampled_rows``; every row has moved on."""
-        self.computed[inputs.rows] = inputs.context_lens
+        self.computed[rows] = context_lens
         self.last_token[sampled_rows] = token_ids.long()

@@ -4,8 +4,12 @@
 
 ``starts`` is read for prefill rows alone: a decode row's position is on the device. Shipping one buffer
 makes one host-to-device copy a step; ranks other than 0 receive the same bytes.
+
+``n`` is padded to what a recorded graph was recorded with: padded sequences have the trash row, and one query
+token in a decode step, none in a prefill.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -21,50 +25,72 @@ class PackedStep:
     """One packed step: the used part of a ring buffer and where its sections begin."""
 
     buffer: np.ndarray  # [used] int32
-    num_seqs: int
+    slot: int  # of the ring
+    num_seqs: int  # without padding
+    running_bs: int  # with padding
     num_prefill_seqs: int
-    num_tokens: int
+    num_tokens: int  # without padding
     num_prefill_tokens: int
     patch_counts: list[int]  # per cache group
 
     @property
     def patch_offset(self) -> int:
-        return 3 * self.num_seqs
+        return 3 * self.running_bs
 
     @property
     def ids_offset(self) -> int:
-        return 3 * (self.num_seqs + sum(self.patch_counts))
+        return 3 * (self.running_bs + sum(self.patch_counts))
+
+    def sections(self) -> list[tuple[int, int]]:
+        """Begin and end of each section that holds anything."""
+        n = self.running_bs
+        ends = [n, 2 * n, 2 * n + self.num_prefill_seqs, self.ids_offset, len(self.buffer)]
+        starts = [0, n, 2 * n, self.patch_offset, self.ids_offset]
+        return [(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
 
 
 class InputPacker:
     """Packs steps into a ring of buffers of fixed address (pinned memory where the device has it).
 
     Args:
+        trash_row: the row of padded sequences.
         buffers: ``RING_SIZE`` int32 arrays of at least :meth:`capacity` elements; None allocates them.
+        wait_for: called with a slot's number before it is written; returns once nobody reads it any more.
     """
 
-    def __init__(self, capacity: int, buffers: list[np.ndarray] | None = None):
+    def __init__(
+        self,
+        capacity: int,
+        trash_row: int = 0,
+        buffers: list[np.ndarray] | None = None,
+        wait_for: Callable[[int], None] | None = None,
+    ):
         self._ring = buffers or [np.zeros(capacity, np.int32) for _ in range(RING_SIZE)]
+        self._trash_row = trash_row
+        self._wait_for = wait_for
         self._next = 0
-        self._packed_rows: list[list[int] | None] = [None] * len(
-            self._ring
-        )  # the list object each slot holds
+        # The list object and the padding that each slot holds.
+        self._packed_rows: list[tuple[list[int] | None, int]] = [(None, 0)] * len(self._ring)
 
     @staticmethod
     def capacity(max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int, num_groups: int) -> int:
         """Elements that hold the largest step: every row admitted at once with a whole-prompt prefix hit."""
         return max_num_seqs * (3 + 3 * num_groups * max_blocks_per_seq) + max_num_tokens
 
-    def pack(self, batch: ScheduledBatch) -> PackedStep:
-        slot = self._next
-        buffer = self._ring[slot]
-        self._next = (slot + 1) % len(self._ring)
-        n = len(batch.rows)
-        if self._packed_rows[slot] is not batch.rows:  # a steady decode batch keeps its list of rows
-            buffer[:n] = batch.rows
-            self._packed_rows[slot] = batch.rows
-        buffer[n : 2 * n] = batch.num_scheduled
+    def pack(self, batch: ScheduledBatch, running_bs: int | None = None) -> PackedStep:
+        """Pack ``batch``, padded to ``running_bs`` sequences."""
+        slot, buffer = self._take_slot()
+        num_seqs = len(batch.rows)
+        n = num_seqs if running_bs is None else running_bs
+        kept, kept_n = self._packed_rows[slot]
+        if kept is not batch.rows or kept_n != n:  # a steady decode batch keeps its list of rows
+            buffer[:num_seqs] = batch.rows
+            buffer[num_seqs:n] = self._trash_row
+            self._packed_rows[slot] = (batch.rows, n)
+        buffer[n : n + num_seqs] = batch.num_scheduled
         num_prefill = batch.num_prefill_seqs
+        if n > num_seqs:
+            buffer[n + num_seqs : 2 * n] = 0 if num_prefill else 1
         if num_prefill:
             buffer[2 * n : 2 * n + num_prefill] = batch.starts[:num_prefill]
         end = 3 * n
@@ -80,4 +106,23 @@ class InputPacker:
             start, length = batch.starts[i], batch.num_scheduled[i]
             buffer[end : end + length] = batch.seqs[i].token_ids[start : start + length]
             end += length
-        return PackedStep(buffer[:end], n, num_prefill, batch.num_tokens, end - first_id, counts)
+        return PackedStep(
+            buffer[:end], slot, num_seqs, n, num_prefill, batch.num_tokens, end - first_id, counts
+        )
+
+    def padding(self, running_bs: int, is_prefill: bool) -> PackedStep:
+        """A step of nothing but padding, for recording."""
+        slot, buffer = self._take_slot()
+        self._packed_rows[slot] = (None, 0)
+        buffer[:running_bs] = self._trash_row
+        buffer[running_bs : 2 * running_bs] = 0 if is_prefill else 1
+        buffer[2 * running_bs : 3 * running_bs] = 0
+        num_prefill = 1 if is_prefill else 0  # an empty one: it makes the step a prefill
+        return PackedStep(buffer[: 3 * running_bs], slot, num_prefill, running_bs, num_prefill, 0, 0, [])
+
+    def _take_slot(self) -> tuple[int, np.ndarray]:
+        slot = self._next
+        self._next = (slot + 1) % len(self._ring)
+        if self._wait_for is not None:
+            self._wait_for(slot)
+        return slot, self._ring[slot]

@@ -38,6 +38,14 @@ class Worker(ABC):
     def warm_up(self, report: ReportProgress) -> None:
         """Run the largest step that the limits allow, so that they are proven."""
 
+    def record_graphs(self, report: ReportProgress) -> None:
+        """Record the device graphs that are to be there before the first request."""
+        return None
+
+    def record_next_graph(self) -> bool:
+        """Record one of those that are made while serving; False when there is none left."""
+        return False
+
     @abstractmethod
     def scheduler_config(self) -> SchedulerConfig:
         """The limits that memory and the platform allow; valid after ``cache_groups``."""

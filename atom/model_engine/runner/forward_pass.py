@@ -1,0 +1,231 @@
+"""One step's forward pass: pack, publish, derive, run the model, eagerly or by a recorded graph.
+
+``run`` is the whole way of a step. What a recorded graph holds is ``_forward``, the same function that runs
+eagerly; it reads the step that is under way from ``_live``, so that a graph without a device (which runs the
+function again) sees the live step, while a device graph sees the addresses that it was recorded with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from atom.config_parts import KVCacheTensor
+from atom.core import CacheGroupSpec, ScheduledBatch
+from atom.model_engine.runner.device_tables import DeviceTables, StepInputs
+from atom.model_engine.runner.forward_mode import ForwardMode, GraphTables, StepFacts
+from atom.model_engine.runner.input_packer import InputPacker, PackedStep
+from atom.model_engine.runner.publisher import Publisher
+from atom.utils.forward_context import AttentionMetaData, Context, ForwardContext, set_forward_context
+from atom.utils.region_graph import ReqGraph, request_bucket
+
+# Hidden states, and of the sequences: rows, context lengths, running sums of query lengths; with padding.
+_Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+TOKENS_PER_PREFILL_SEQ = 16  # a prefill bucket has room for so many times fewer sequences than tokens
+
+
+@dataclass(slots=True)
+class ForwardResult:
+    """Hidden states of a step and what sampling needs. Of a recorded step they die at the next one."""
+
+    hidden: torch.Tensor  # [num_tokens, hidden_size]
+    rows: torch.Tensor  # [num_seqs] int64
+    context_lens: torch.Tensor  # [num_seqs] int32
+    cu_seqlens_q: torch.Tensor  # [num_seqs + 1] int32
+
+
+@dataclass(slots=True)
+class _LiveStep:
+    """The step under way."""
+
+    step: PackedStep
+    packed: torch.Tensor
+    mode: ForwardMode
+    query_lens: list[int]  # of the host, padded decode sequences included
+    context_lens: list[int]
+    is_padded: bool
+
+
+class ForwardPass:
+    """Runs the model over scheduled steps.
+
+    Args:
+        model: called with ``input_ids``, ``positions`` inside a forward context.
+        layers: attention layers by name, in the order of their caches.
+        chunk_tokens: the most tokens of a step; ``max_blocks`` alike of a sequence's table.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        groups: list[CacheGroupSpec],
+        kv_caches: dict[str, KVCacheTensor],
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_blocks: int,
+        chunk_tokens: int,
+        device: torch.device,
+    ):
+        self.model = model
+        self.layers = model.attention_layers()
+        self.device = device
+        self.max_num_seqs = max_num_seqs
+        self.graphs = GraphTables(enforce_eager=True)  # what may be replayed; the recorder replaces it
+        self.req_graph = ReqGraph(device=device)
+        # Called with kind and size of the bucket that a step is about to replay; records it where need be.
+        self.before_replay: Callable[[str, int], None] | None = None
+        self._groups = groups
+        self._kv_caches = kv_caches
+        self.tables = DeviceTables(
+            max_num_seqs, max_blocks, len(groups), block_size, device, gathers_tables=device.type == "cpu"
+        )
+        capacity = InputPacker.capacity(max_num_seqs, chunk_tokens, max_blocks, len(groups))
+        self._publisher = Publisher(capacity, device)
+        self._packer = InputPacker(
+            capacity, self.tables.trash_row, self._publisher.buffers, self._publisher.wait_for
+        )
+        self._static: dict[tuple[int, bool], StepInputs] = {}  # of token buckets, by (tokens, is prefill)
+        self._live: _LiveStep | None = None
+
+    @property
+    def supports_token_graph(self) -> bool:
+        """Whether every attention layer can be held by a device graph."""
+        return all(layer.backend.supports_token_graph for layer in self.layers.values())
+
+    def run(self, batch: ScheduledBatch) -> ForwardResult:
+        """Launch the step's forward pass; never waits for the device."""
+        mode = self._decide(batch)
+        if mode.kind != "eager" and self.before_replay is not None:
+            if batch.num_prefill_seqs:
+                self.before_replay("prefill", mode.running_tokens)
+            else:
+                self.before_replay("decode", mode.running_bs)
+        step = self._packer.pack(batch, mode.running_bs)
+        query_lens = batch.num_scheduled
+        context_lens = [start + n for start, n in zip(batch.starts, query_lens, strict=True)]
+        if mode.running_bs > batch.num_seqs and not batch.num_prefill_seqs:
+            padding = mode.running_bs - batch.num_seqs
+            query_lens, context_lens = query_lens + [1] * padding, context_lens + [0] * padding
+        self._begin(step, mode, query_lens, context_lens, mode.kind != "eager")
+        if mode.kind == "request":
+            hidden, rows, lens, cu_seqlens_q = self.req_graph.replay(request_bucket(mode.running_bs, 1))
+        elif mode.kind == "token":
+            hidden, rows, lens, cu_seqlens_q = self._run_bucket()
+        else:
+            hidden, rows, lens, cu_seqlens_q = self._forward()
+        n = batch.num_seqs
+        return ForwardResult(hidden[: batch.num_tokens], rows[:n], lens[:n], cu_seqlens_q[: n + 1])
+
+    # -- what the recorder calls
+
+    def rehearse(self, running_bs: int, running_tokens: int, is_prefill: bool) -> None:
+        """Make a step of nothing but padding the live one: it writes no cache and changes no row."""
+        step = self._packer.padding(running_bs, is_prefill)
+        kind = "token" if is_prefill else "request"
+        lens = ([], []) if is_prefill else ([1] * running_bs, [0] * running_bs)
+        self._begin(step, ForwardMode(kind, running_bs, running_tokens), *lens, True)
+
+    def record_request(self) -> None:
+        """Record the rehearsed decode step as a request graph."""
+        self.req_graph.record(request_bucket(self._live.mode.running_bs, 1), self._forward)
+
+    def run_rehearsed(self) -> None:
+        self._forward()
+
+    def record_bucket(self) -> None:
+        """Let the model's recording units record the rehearsed step as a token bucket of its phase."""
+        live = self._live
+        inputs = self._derive()
+        self._static[live.mode.running_tokens, bool(live.step.num_prefill_seqs)] = inputs
+        context = self._context(inputs)
+        context.tr_graph = "record"
+        with set_forward_context(context):
+            self.model(inputs.input_ids, inputs.positions)
+
+    def prefill_bs(self, num_tokens: int) -> int:
+        """Sequences that a prefill bucket of ``num_tokens`` has room for."""
+        return min(self.max_num_seqs, max(1, num_tokens // TOKENS_PER_PREFILL_SEQ))
+
+    def clear_graphs(self) -> None:
+        self.req_graph.clear()
+        self._static.clear()
+        self.before_replay = self._live = None
+
+    # -- a step's parts
+
+    def _decide(self, batch: ScheduledBatch) -> ForwardMode:
+        num_seqs, num_tokens = batch.num_seqs, batch.num_tokens
+        is_prefill = batch.num_prefill_seqs > 0
+        longest = max(batch.num_scheduled) if num_tokens > num_seqs else 1
+        mode = ForwardMode.decide(StepFacts(is_prefill, num_seqs, num_tokens, longest), self.graphs)
+        if mode.token_graph and is_prefill:
+            mode.running_bs = self.prefill_bs(mode.running_tokens)
+            if num_seqs > mode.running_bs:
+                return ForwardMode("eager", num_seqs, num_tokens)
+        return mode
+
+    def _begin(
+        self,
+        step: PackedStep,
+        mode: ForwardMode,
+        query_lens: list[int],
+        context_lens: list[int],
+        is_padded: bool,
+    ) -> None:
+        packed = self._publisher.publish(step)
+        self.tables.apply(packed, step)
+        self._live = _LiveStep(step, packed, mode, query_lens, context_lens, is_padded)
+
+    def _derive(self) -> StepInputs:
+        live = self._live
+        longest = max(live.context_lens, default=1) or 1
+        running_tokens = live.mode.running_tokens if live.is_padded else None
+        return self.tables.derive(live.packed, live.step, longest, running_tokens)
+
+    def _forward(self) -> _Outputs:
+        """Derive the live step's inputs and run the model on them."""
+        inputs = self._derive()
+        with set_forward_context(self._context(inputs)):
+            hidden = self.model(inputs.input_ids, inputs.positions)
+        return hidden, inputs.rows, inputs.context_lens, inputs.cu_seqlens_q
+
+    def _run_bucket(self) -> _Outputs:
+        """Replay the live step's token bucket, on the inputs that it was recorded with."""
+        live = self._live
+        inputs = self._derive()
+        static = self._static[live.mode.running_tokens, bool(live.step.num_prefill_seqs)]
+        static.copy_(inputs)
+        context = self._context(inputs)
+        context.tr_graph = "replay"
+        with set_forward_context(context):
+            hidden = self.model(static.input_ids, static.positions)
+        return hidden, inputs.rows, inputs.context_lens, inputs.cu_seqlens_q
+
+    def _context(self, inputs: StepInputs) -> ForwardContext:
+        live = self._live
+        by_layer = {}
+        for group, spec in zip(inputs.groups, self._groups, strict=True):
+            metadata = AttentionMetaData(
+                num_prefill_seqs=live.step.num_prefill_seqs,
+                num_prefill_tokens=live.step.num_prefill_tokens,
+                query_lens_host=live.query_lens,
+                context_lens_host=live.context_lens,
+                cu_seqlens_q=inputs.cu_seqlens_q,
+                context_lens=inputs.context_lens,
+                block_tables=group.block_tables,
+                slot_mapping=group.slot_mapping,
+                table_rows=inputs.rows if inputs.has_table_rows else None,
+            )
+            by_layer |= dict.fromkeys(spec.layer_names, metadata)
+        context = Context(
+            positions=inputs.positions,
+            is_prefill=live.step.num_prefill_seqs > 0,
+            batch_size=live.step.num_seqs,
+            running_bs=live.mode.running_bs,
+            running_tokens=live.mode.running_tokens,
+        )
+        return ForwardContext(self.layers, by_layer, self._kv_caches, context)

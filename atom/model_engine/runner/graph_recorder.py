@@ -1,0 +1,128 @@
+"""Recording the device graphs that the configuration asks for, one bucket at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from atom.config_parts import CUDAGraphMode
+from atom.model_engine.runner.forward_mode import GraphTables
+from atom.model_engine.runner.forward_pass import ForwardPass
+from atom.model_engine.runner.kv_budget import format_bytes
+from atom.platforms import Platform
+from atom.utils.logging import init_logger
+from atom.utils.region_graph import token_graphs
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class RecordedBucket:
+    """What one recording took."""
+
+    kind: str  # decode | prefill
+    size: int  # sequences of a decode, tokens of a prefill
+    seconds: float
+    memory: int  # bytes that the shared pool grew by
+
+
+@dataclass
+class GraphRecorder:
+    """Records decode buckets as request or token graphs, by mode, and prefill buckets as token graphs.
+
+    Args:
+        forward: whose graph tables are replaced after every bucket, so that serving may begin before the last.
+        decode_sizes: sequences of each decode bucket.
+        prefill_sizes: tokens of each prefill bucket; only where every attention layer supports it.
+    """
+
+    forward: ForwardPass
+    platform: Platform
+    mode: CUDAGraphMode
+    decode_sizes: list[int]
+    prefill_sizes: list[int]
+    recorded: list[RecordedBucket] = field(default_factory=list)
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.decode_sizes) + len(self.prefill_sizes)
+
+    def run(self, largest_first: bool = True) -> Iterator[RecordedBucket]:
+        """Record bucket after bucket. The largest first shares memory best: each fits into what the one before
+        left; the smallest first lets early steps find a bucket that fits.
+        """
+        buckets = [("prefill", size) for size in self.prefill_sizes]
+        buckets += [("decode", size) for size in self.decode_sizes]
+        # By the rows of the forward pass, of either kind.
+        for kind, size in sorted(buckets, key=lambda bucket: bucket[1], reverse=largest_first):
+            yield self._record(kind, size)
+        self._log()
+
+    def record_on_demand(self) -> None:
+        """Let steps choose among all buckets, and record each when a step first needs it."""
+        recorded: set[tuple[str, int]] = set()
+
+        def record(kind: str, size: int) -> None:
+            if (kind, size) not in recorded:
+                self._record(kind, size)
+                recorded.add((kind, size))
+                self.forward.graphs = everything
+
+        everything = self._tables(self.decode_sizes, self.prefill_sizes)
+        self.forward.graphs = everything
+        self.forward.before_replay = record
+
+    def _record(self, kind: str, size: int) -> RecordedBucket:
+        began = time.monotonic()
+        forward = self.forward
+        is_prefill = kind == "prefill"
+        forward.rehearse(forward.prefill_bs(size) if is_prefill else size, size, is_prefill)
+        forward.run_rehearsed()
+        self.platform.synchronize()
+        if is_prefill or self.mode.uses_tr_hybrid():
+            forward.record_bucket()
+        else:
+            forward.record_request()
+        self.platform.synchronize()
+        bucket = RecordedBucket(kind, size, time.monotonic() - began, self._memory() - self._seen_memory)
+        self._seen_memory += bucket.memory
+        self.recorded.append(bucket)
+        logger.debug(
+            "recorded %s %d in %.0f ms, %s", kind, size, bucket.seconds * 1e3, format_bytes(bucket.memory)
+        )
+        done = {k: sorted(b.size for b in self.recorded if b.kind == k) for k in ("decode", "prefill")}
+        forward.graphs = self._tables(done["decode"], done["prefill"])
+        return bucket
+
+    _seen_memory = 0
+
+    def _memory(self) -> int:
+        graphs = [self.forward.req_graph, *token_graphs(self.forward.model)]
+        return sum(sum(graph.memory.values()) for graph in graphs)
+
+    def _tables(self, decode_sizes: list[int], prefill_sizes: list[int]) -> GraphTables:
+        """What may be replayed when these buckets are recorded."""
+        decode_sizes = sorted(decode_sizes)
+        in_tokens = self.mode.uses_tr_hybrid()
+        return GraphTables(
+            mode=self.mode,
+            request_sizes={} if in_tokens else {1: decode_sizes},
+            prefill_tokens=sorted(prefill_sizes),
+            decode_tokens=decode_sizes if in_tokens else (),
+        )
+
+    def _log(self) -> None:
+        seconds = sum(bucket.seconds for bucket in self.recorded)
+        parts = []
+        for kind in ("decode", "prefill"):
+            sizes = sorted(bucket.size for bucket in self.recorded if bucket.kind == kind)
+            if sizes:
+                parts.append(f"{len(sizes)} {kind} buckets up to {sizes[-1]}")
+        logger.info(
+            "graphs (%s): %s in %.2f s, %s",
+            self.mode.name,
+            ", ".join(parts) or "none",
+            seconds,
+            format_bytes(self._seen_memory),
+        )

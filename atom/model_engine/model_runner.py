@@ -12,7 +12,6 @@ import torch
 from atom.config import Config
 from atom.config_parts import KVCacheTensor
 from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenLogprobs, TokenMasks
-from atom.errors import ConfigError
 from atom.kernels.reference import sampling as reference_sampling
 from atom.kernels.registry import selected_kernels
 from atom.model_engine.runner.device_tables import DeviceTables, StepInputs
@@ -20,6 +19,7 @@ from atom.model_engine.runner.device_timer import make_device_timer
 from atom.model_engine.runner.input_packer import InputPacker, PackedStep
 from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
 from atom.model_engine.runner.limits import scheduler_limits
+from atom.model_engine.runner.step_profiler import StepProfiler
 from atom.model_engine.runner.warm_up import warm_up_batches
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
@@ -30,7 +30,7 @@ from atom.model_ops.logprobs import prompt_logprobs
 from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_bans, to_batch_output
 from atom.models.registry import get_model_class, support_model_arch_dict
 from atom.platforms import get_platform
-from atom.runtime.profiler import Profiler
+from atom.utils.debug_helper import install_block_forward_hooks
 from atom.utils.forward_context import AttentionMetaData, Context, ForwardContext, set_forward_context
 from atom.utils.logging import init_logger
 
@@ -76,7 +76,7 @@ class ModelRunner(Worker):
         self.block_size = config.kv_cache_block_size
         self.model: torch.nn.Module | None = None
         self.groups: list[CacheGroupSpec] = []
-        self._profiler: Profiler | None = None
+        self._profiler = StepProfiler(config, self.platform)
         self._timer = make_device_timer(self.device, "gpu_forward_seconds", "gpu_sample_seconds")
 
     def _choose_dtype(self) -> torch.dtype:
@@ -103,6 +103,8 @@ class ModelRunner(Worker):
             load_weights(self.model, self.files, report=lambda _, fraction: report("load weights", fraction))
         else:
             load_dummy(self.model, self.config.load_dummy)
+        install_block_forward_hooks(self.model)
+        self._profiler.watch(self.model)
         report("load weights", 1.0)
 
     def _build_model(self, device: torch.device) -> torch.nn.Module:
@@ -234,7 +236,8 @@ class ModelRunner(Worker):
         packed = torch.from_numpy(step.buffer).to(self.device, non_blocking=True)
         context_lens_host = [start + n for start, n in zip(batch.starts, batch.num_scheduled, strict=True)]
         inputs = self._tables.prepare(packed, step, max(context_lens_host))
-        with set_forward_context(self._forward_context(batch, inputs, step, context_lens_host)):
+        context = self._forward_context(batch, inputs, step, context_lens_host)
+        with self._profiler.step(batch), set_forward_context(context):
             stop_timer = self._timer.start("gpu_forward_seconds")
             hidden = self.model(inputs.input_ids, inputs.positions)
             stop_timer()
@@ -356,21 +359,10 @@ class ModelRunner(Worker):
         return self._timer.values()
 
     def start_profile(self, directory: str | None) -> None:
-        if self._profiler is not None:
-            raise ConfigError("a profile is already being recorded")
-        directory = directory or self.config.torch_profiler_dir
-        if not directory:
-            raise ConfigError(
-                "torch_profiler_dir (ATOM_TORCH_PROFILER_DIR) must name a folder for the traces"
-            )
-        self._profiler = Profiler(directory, "rank_0", self.platform)
-        self._profiler.start()
+        self._profiler.start(directory)
 
     def stop_profile(self) -> list[str]:
-        if self._profiler is None:
-            raise ConfigError("no profile is being recorded")
-        profiler, self._profiler = self._profiler, None
-        return [profiler.stop()]
+        return self._profiler.stop()
 
     def close(self) -> None:
         self.model = None

@@ -171,7 +171,7 @@ class Config:
     throughput_log_interval: float = opt(10.0, "Seconds between two such lines.", above=0)
     cache_hit_rate_window: int = opt(1000, "Requests over which the hit rate is taken.", lo=1)
     torch_profiler_dir: str | None = opt(None, "Folder for traces; None: ATOM_TORCH_PROFILER_DIR.")
-    mark_trace: bool = opt(False, "Mark graphs in traces.")
+    mark_trace: bool = opt(False, "Mark modules in traces, and trace the capture of each graph.")
     port: int = opt(
         8006, "Port of the engine's own rendezvous; the HTTP port is --server-port.", lo=1, hi=65535
     )
@@ -387,7 +387,6 @@ LATER_FIELDS = (
     "index_cache_dtype",
     "kv_cache_dtype",
     "kv_transfer_config",
-    "mark_trace",
     "master_addr",
     "moe_backend",
     "online_quant_config",

@@ -54,6 +54,7 @@ logger = init_logger(__name__)
 _POLL_S = 0.2
 _PREPARE_POLL_S = 0.02
 UTILITY_TIMEOUT_S = 300.0
+TRACES_LATE = "the traces are still being written after ATOM_PROFILER_TIMEOUT ({:g} s)"
 DETOKENIZE_BOUNDS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # s, of a delta
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
@@ -380,14 +381,15 @@ class LLMEngine:
     # -- control and facts
 
     def call_utility(self, command: str, timeout_s: float = UTILITY_TIMEOUT_S, **args: Any) -> Any:
-        """Run a command on the engine's loop and wait. Raises AtomError with the engine's words."""
+        """Run a command on the engine's loop and wait.
+
+        Raises AtomError with the engine's words, TimeoutError where it takes longer.
+        """
         return self._start_utility(command, args).result(timeout_s)
 
-    async def utility(self, command: str, **args: Any) -> Any:
+    async def utility(self, command: str, timeout_s: float = UTILITY_TIMEOUT_S, **args: Any) -> Any:
         """:meth:`call_utility` for an event loop."""
-        return await asyncio.wait_for(
-            asyncio.wrap_future(self._start_utility(command, args)), UTILITY_TIMEOUT_S
-        )
+        return await asyncio.wait_for(asyncio.wrap_future(self._start_utility(command, args)), timeout_s)
 
     def _start_utility(self, command: str, args: dict[str, Any]) -> Future:
         if self._death is not None:
@@ -402,8 +404,12 @@ class LLMEngine:
         self.call_utility("start_profile")
 
     def stop_profile(self) -> list[str]:
-        """Stop it; paths of the traces."""
-        return self.call_utility("stop_profile")
+        """Stop it; paths of the traces. Raises AtomError when they take longer than ``ATOM_PROFILER_TIMEOUT``."""
+        timeout_s = envs.ATOM_PROFILER_TIMEOUT
+        try:
+            return self.call_utility("stop_profile", timeout_s)
+        except TimeoutError:
+            raise AtomError(TRACES_LATE.format(timeout_s)) from None
 
     def get_cache_statistics(self) -> dict[str, float]:
         """Prefix-cache and block counts of this moment."""

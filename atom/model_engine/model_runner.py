@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from atom.config import Config
-from atom.config_parts import CUDAGraphMode, KVCacheTensor
+from atom.config_parts import CompilationConfig, CUDAGraphMode, KVCacheTensor
 from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenLogprobs, TokenMasks
 from atom.errors import ConfigError
 from atom.kernels.reference import sampling as reference_sampling
@@ -21,6 +21,7 @@ from atom.model_engine.runner.forward_pass import ForwardPass, ForwardResult
 from atom.model_engine.runner.graph_recorder import GraphRecorder, RecordedBucket
 from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
 from atom.model_engine.runner.limits import scheduler_limits
+from atom.model_engine.runner.step_profiler import StepProfiler
 from atom.model_engine.runner.warm_up import warm_up_batches
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
@@ -31,7 +32,7 @@ from atom.model_ops.logprobs import prompt_logprobs
 from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_bans, to_batch_output
 from atom.models.registry import get_model_class, support_model_arch_dict
 from atom.platforms import get_platform
-from atom.runtime.profiler import Profiler
+from atom.utils.debug_helper import install_block_forward_hooks, needs_eager
 from atom.utils.logging import init_logger
 
 __all__ = ["ModelRunner", "support_model_arch_dict"]
@@ -73,17 +74,26 @@ class ModelRunner(Worker):
         self.files = ModelFiles.resolve(config.model, hf_overrides=config.hf_overrides)
         self.hf_config = self.files.hf_config
         self.dtype = self._choose_dtype()
-        self.compilation = config.compilation_config.settled(
-            self.platform.compilation_level, CUDAGraphMode[self.platform.cudagraph_mode]
-        )
+        self.compilation = self._settle_compilation()
         self.block_size = config.kv_cache_block_size
         self.model: torch.nn.Module | None = None
         self.groups: list[CacheGroupSpec] = []
         self._forward: ForwardPass | None = None
         self._recorder: GraphRecorder | None = None
         self._remaining: Iterator[RecordedBucket] = iter(())  # still to be recorded, while serving
-        self._profiler: Profiler | None = None
+        self._profiler = StepProfiler(config, self.platform)
         self._timer = make_device_timer(self.device, "gpu_forward_seconds", "gpu_sample_seconds")
+
+    def _settle_compilation(self) -> CompilationConfig:
+        """Level and graph mode: as asked for, else the platform's; nothing of either where steps must be eager."""
+        given, platform = self.config.compilation_config, self.platform
+        reason = "--enforce-eager" if self.config.enforce_eager else needs_eager()
+        if reason is None:
+            return given.settled(platform.compilation_level, CUDAGraphMode[platform.cudagraph_mode])
+        logger.info("neither compilation nor recorded graphs: %s", reason)
+        return replace(
+            given, level=0, cudagraph_mode=CUDAGraphMode.NONE, is_level_open=False, is_mode_open=False
+        )
 
     def _choose_dtype(self) -> torch.dtype:
         """``--dtype``; auto takes the checkpoint's own, and the platform's default where it names none."""
@@ -109,6 +119,8 @@ class ModelRunner(Worker):
             load_weights(self.model, self.files, report=lambda _, fraction: report("load weights", fraction))
         else:
             load_dummy(self.model, self.config.load_dummy)
+        install_block_forward_hooks(self.model)
+        self._profiler.watch(self.model)
         report("load weights", 1.0)
 
     def _build_model(self, device: torch.device) -> torch.nn.Module:
@@ -203,6 +215,7 @@ class ModelRunner(Worker):
             max_blocks=-(-self.max_model_len // self.block_size) + 1,
             chunk_tokens=self._chunk_tokens,
             device=self.device,
+            annotate=self._profiler.step,
         )
         self.set_vocab_size(self.hf_config.vocab_size)
 
@@ -337,7 +350,7 @@ class ModelRunner(Worker):
     def _new_recorder(self) -> GraphRecorder | None:
         """What records the configured buckets; None where nothing is to be recorded."""
         compilation = self.compilation
-        if self.config.enforce_eager or not compilation.captures_graphs:
+        if not compilation.captures_graphs:
             return None
         forward, mode = self._forward, compilation.cudagraph_mode
         prefill = []
@@ -351,7 +364,7 @@ class ModelRunner(Worker):
             )
         given = compilation.cudagraph_capture_sizes or compilation.cuda_graph_sizes
         decode = capture_sizes(given, self.config.max_num_seqs, self._chunk_tokens)
-        return GraphRecorder(forward, self.platform, mode, list(decode), prefill)
+        return GraphRecorder(forward, self.platform, self._profiler, mode, list(decode), prefill)
 
     # -- facts and tools
 
@@ -381,21 +394,10 @@ class ModelRunner(Worker):
         return self._timer.values()
 
     def start_profile(self, directory: str | None) -> None:
-        if self._profiler is not None:
-            raise ConfigError("a profile is already being recorded")
-        directory = directory or self.config.torch_profiler_dir
-        if not directory:
-            raise ConfigError(
-                "torch_profiler_dir (ATOM_TORCH_PROFILER_DIR) must name a folder for the traces"
-            )
-        self._profiler = Profiler(directory, "rank_0", self.platform)
-        self._profiler.start()
+        self._profiler.start(directory)
 
     def stop_profile(self) -> list[str]:
-        if self._profiler is None:
-            raise ConfigError("no profile is being recorded")
-        profiler, self._profiler = self._profiler, None
-        return [profiler.stop()]
+        return self._profiler.stop()
 
     def close(self) -> None:
         if self._forward is not None:

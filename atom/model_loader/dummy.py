@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from atom.errors import ConfigError
+from atom.model_ops.weights import finish_loading
 
 DUMMY_MODES = ("empty", "zero", "xavier")
 _SEED = 0
@@ -35,9 +36,7 @@ def load_dummy(model: nn.Module, mode: str) -> None:
             if device not in generators:
                 generators[device] = torch.Generator(device).manual_seed(_SEED)
             _fill_xavier(name, parameter.data, generators[device])
-    after_load = getattr(model, "after_load", None)
-    if after_load is not None:
-        after_load()
+    finish_loading(model)
 
 
 def _fill_xavier(name: str, data: torch.Tensor, generator: torch.Generator) -> None:

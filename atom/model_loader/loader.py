@@ -29,6 +29,7 @@ from atom.model_loader.lazy_tensor import LazyTensor, RowSource
 from atom.model_loader.model_files import ModelFiles
 from atom.model_loader.prefetch import prefetch
 from atom.model_loader.weight_file import StoredRows, WeightFile, open_weight_file
+from atom.model_ops.weights import finish_loading
 from atom.utils import envs
 
 __all__ = ["load_dummy", "load_weights"]
@@ -65,9 +66,7 @@ def load_weights(model: nn.Module, files: ModelFiles, *, report: ReportFn | None
     problems = _stream(model, files, assignments, report)
     if problems:
         raise ModelLoadError(_listing(f"tensors of {files.path} do not fit the model", problems))
-    after_load = getattr(model, "after_load", None)
-    if after_load is not None:
-        after_load()
+    finish_loading(model)
 
 
 def _stream(

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from atom.core import BatchOutput, ScheduledBatch, TokenMasks
+from atom.distributed.parallel_state import get_tp_group
 from atom.model_ops import sampler_cpu
 from atom.model_ops.logprobs import LogprobTensors, token_logprobs
 from atom.model_ops.sampler_tables import (
@@ -31,6 +32,7 @@ from atom.model_ops.sampler_tables import (
     SamplerTables,
 )
 from atom.model_ops.token_masks import apply_masks
+from atom.utils.debug_helper import make_topk_log
 
 NOT_FINITE = "the model's logits are not finite (NaN, or no token is left to choose)"
 
@@ -70,6 +72,7 @@ class SamplingPlan:
     composition: _Composition
     positions: torch.Tensor | None = None  # [random rows] int64
     min_token_bans: list[tuple[int, int]] = field(default_factory=list)  # (logits row, id)
+    logged_batch: ScheduledBatch | None = None  # whose logits go to the log of the best
 
     @property
     def is_greedy(self) -> bool:
@@ -141,6 +144,7 @@ class Sampler:
         self.ops = ops
         self.tables = SamplerTables(num_rows, num_valid_ids, device)
         self._composition = _Composition([], -1)
+        self._topk_log = make_topk_log(get_tp_group().rank)
 
     def plan(self, batch: ScheduledBatch) -> SamplingPlan:
         """What ``sample`` has to do for this step. Writes the parameters of ``batch.new_seqs`` first."""
@@ -159,6 +163,8 @@ class Sampler:
         plan = SamplingPlan(indices, composition)
         if composition.needs & (RANDOM | MIN_TOKENS):
             self._add_positions(plan, batch)
+        if self._topk_log is not None:
+            plan.logged_batch = batch
         return plan
 
     def _add_positions(self, plan: SamplingPlan, batch: ScheduledBatch) -> None:
@@ -248,6 +254,8 @@ class Sampler:
         """
         composition = plan.composition
         logits = logits[:, : self.num_valid_ids]
+        if self._topk_log is not None:
+            self._topk_log.maybe_log_topk(logits, plan.logged_batch, plan.indices)
         if not composition.needs and masks is None:
             ids, best = self.ops.argmax(logits)
             return SampleResult(ids, best.isfinite())

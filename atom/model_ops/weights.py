@@ -12,7 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from atom.distributed.parallel_state import get_tp_group
 from atom.errors import ModelLoadError
+from atom.utils.debug_helper import maybe_dump_weights_and_exit
 
 WeightLoader = Callable[..., None]
 
@@ -54,6 +56,14 @@ def slice_of(tensor: torch.Tensor, dim: int, index: int, size: int, num_slices: 
             f"expected {num_slices * size} entries in dimension {dim}, found shape {list(tensor.shape)}"
         )
     return tensor.narrow(dim, index * size, size)
+
+
+def finish_loading(model: nn.Module) -> None:
+    """All weights are there: dump them if the environment asks for it, then the model's ``after_load``."""
+    maybe_dump_weights_and_exit(model, get_tp_group().rank)
+    after_load = getattr(model, "after_load", None)
+    if after_load is not None:
+        after_load()
 
 
 def run_after_load(root: nn.Module) -> None:

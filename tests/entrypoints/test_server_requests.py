@@ -434,8 +434,10 @@ def test_profiler_routes_are_there_with_its_folder():
     engine = FakeEngine()
     called = []
 
-    async def utility(command: str) -> list[str]:
+    async def utility(command: str, timeout_s: float = 300.0) -> list[str]:
         called.append(command)
+        if len(called) == 4:
+            raise TimeoutError
         if len(called) > 2:
             raise AtomError("no profiler runs")
         return ["trace.json.gz"]
@@ -446,7 +448,9 @@ def test_profiler_routes_are_there_with_its_folder():
     assert httpx.post(server.url + "/stop_profile").json()["traces"] == ["trace.json.gz"]
     failed = httpx.post(server.url + "/stop_profile")
     assert failed.status_code == 500 and failed.json()["error"]["message"] == "no profiler runs"
-    assert called == ["start_profile", "stop_profile", "stop_profile"]
+    late = httpx.post(server.url + "/stop_profile")
+    assert late.status_code == 500 and "ATOM_PROFILER_TIMEOUT (300 s)" in late.json()["error"]["message"]
+    assert called == ["start_profile", "stop_profile", "stop_profile", "stop_profile"]
     server.stop()
 
 

@@ -13,6 +13,9 @@ from atom.entrypoints.openai.context import ServerContext
 from atom.entrypoints.openai.http import Reply
 from atom.entrypoints.openai.metrics import CONTENT_TYPE
 from atom.entrypoints.openai.validation import check_model
+from atom.errors import AtomError
+from atom.model_engine.llm_engine import TRACES_LATE
+from atom.utils import envs
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,5 +105,9 @@ class InfoHandlers:
         return Told({"status": "success", "message": "profiling"})
 
     async def stop_profile(self, scope: Scope) -> Told:
-        traces = await self._context.engine.utility("stop_profile")
+        timeout_s = envs.ATOM_PROFILER_TIMEOUT
+        try:
+            traces = await self._context.engine.utility("stop_profile", timeout_s)
+        except TimeoutError:
+            raise AtomError(TRACES_LATE.format(timeout_s)) from None
         return Told({"status": "success", "message": "profiling stopped", "traces": traces})

@@ -8,7 +8,9 @@ function again) sees the live step, while a device graph sees the addresses that
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,6 +58,7 @@ class ForwardPass:
         model: called with ``input_ids``, ``positions`` inside a forward context.
         layers: attention layers by name, in the order of their caches.
         chunk_tokens: the most tokens of a step; ``max_blocks`` alike of a sequence's table.
+        annotate: names a step in traces, see ``StepProfiler.step``.
     """
 
     def __init__(
@@ -69,10 +72,12 @@ class ForwardPass:
         max_blocks: int,
         chunk_tokens: int,
         device: torch.device,
+        annotate: Callable[..., AbstractContextManager[Any]],
     ):
         self.model = model
         self.layers = model.attention_layers()
         self.device = device
+        self._annotate = annotate
         self.max_num_seqs = max_num_seqs
         self.graphs = GraphTables(enforce_eager=True)  # what may be replayed; the recorder replaces it
         self.req_graph = ReqGraph(device=device)
@@ -111,12 +116,13 @@ class ForwardPass:
             padding = mode.running_bs - batch.num_seqs
             query_lens, context_lens = query_lens + [1] * padding, context_lens + [0] * padding
         self._begin(step, mode, query_lens, context_lens, mode.kind != "eager")
-        if mode.kind == "request":
-            hidden, rows, lens, cu_seqlens_q = self.req_graph.replay(request_bucket(mode.running_bs, 1))
-        elif mode.kind == "token":
-            hidden, rows, lens, cu_seqlens_q = self._run_bucket()
-        else:
-            hidden, rows, lens, cu_seqlens_q = self._forward()
+        with self._annotate(batch, padded_bs=mode.running_bs, is_graph=mode.kind != "eager"):
+            if mode.kind == "request":
+                hidden, rows, lens, cu_seqlens_q = self.req_graph.replay(request_bucket(mode.running_bs, 1))
+            elif mode.kind == "token":
+                hidden, rows, lens, cu_seqlens_q = self._run_bucket()
+            else:
+                hidden, rows, lens, cu_seqlens_q = self._forward()
         n = batch.num_seqs
         return ForwardResult(hidden[: batch.num_tokens], rows[:n], lens[:n], cu_seqlens_q[: n + 1])
 

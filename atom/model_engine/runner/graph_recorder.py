@@ -10,6 +10,7 @@ from atom.config_parts import CUDAGraphMode
 from atom.model_engine.runner.forward_mode import GraphTables
 from atom.model_engine.runner.forward_pass import ForwardPass
 from atom.model_engine.runner.kv_budget import format_bytes
+from atom.model_engine.runner.step_profiler import StepProfiler
 from atom.platforms import Platform
 from atom.utils.logging import init_logger
 from atom.utils.region_graph import token_graphs
@@ -39,6 +40,7 @@ class GraphRecorder:
 
     forward: ForwardPass
     platform: Platform
+    profiler: StepProfiler
     mode: CUDAGraphMode
     decode_sizes: list[int]
     prefill_sizes: list[int]
@@ -78,13 +80,14 @@ class GraphRecorder:
         forward = self.forward
         is_prefill = kind == "prefill"
         forward.rehearse(forward.prefill_bs(size) if is_prefill else size, size, is_prefill)
-        forward.run_rehearsed()
-        self.platform.synchronize()
-        if is_prefill or self.mode.uses_tr_hybrid():
-            forward.record_bucket()
-        else:
-            forward.record_request()
-        self.platform.synchronize()
+        with self.profiler.capture(1 if is_prefill else size, size if is_prefill else 1):
+            forward.run_rehearsed()
+            self.platform.synchronize()
+            if is_prefill or self.mode.uses_tr_hybrid():
+                forward.record_bucket()
+            else:
+                forward.record_request()
+            self.platform.synchronize()
         bucket = RecordedBucket(kind, size, time.monotonic() - began, self._memory() - self._seen_memory)
         self._seen_memory += bucket.memory
         self.recorded.append(bucket)

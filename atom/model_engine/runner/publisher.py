@@ -8,6 +8,7 @@ import torch
 from atom.model_engine.runner.input_packer import RING_SIZE, PackedStep
 from atom.utils import envs
 
+
 class Publisher:
     """Owns the host ring and the device's buffer. On the CPU a step is read where it was packed.
 

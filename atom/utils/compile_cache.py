@@ -166,7 +166,9 @@ class ArtifactFolder:
             manifest = {"format": FORMAT, "source": source, "files": _digests(aside)}
             (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
             final = self.path / key
-            if final.exists():
+            if final.is_symlink() or final.is_file():
+                final.unlink()
+            elif final.exists():
                 shutil.rmtree(final)
             aside.rename(final)
         finally:

@@ -366,7 +366,8 @@ def _traced_files() -> set[str]:
     """Sources of what Dynamo has traced for the graph that is being compiled."""
     from torch._guards import TracingContext
 
-    return {code.co_filename for code in TracingContext.get_traced_code() or ()}
+    code = TracingContext.get_traced_code() or ()
+    return {inlined.co_filename for inlined in code}
 
 
 def _per_token_inputs(graph: fx.GraphModule) -> list[int]:

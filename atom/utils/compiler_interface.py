@@ -5,7 +5,6 @@ What an artifact was made from is told by :func:`graph_fingerprint`; whether its
 """
 
 import atexit
-import copy
 import hashlib
 import json
 import operator
@@ -145,7 +144,7 @@ class InductorStandaloneAdaptor(CompilerInterface):
             if any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in example_inputs):
                 settings = {"max_autotune": True, "coordinate_descent_tuning": True} | settings
         artifact = standalone_compile(
-            copy.deepcopy(graph),
+            graph,  # torch works on a copy
             list(example_inputs),
             dynamic_shapes=shapes,
             options={"config_patches": settings},

@@ -50,7 +50,7 @@ def direct_register_custom_op(
     library.define(op_name + schema, tags=tuple(tags))
     for key in sorted({dispatch_key, "CPU"}):
         library.impl(op_name, op_func, dispatch_key=key)
-    library._register_fake(op_name, fake_impl)
+    torch.library.register_fake(f"{library.ns}::{op_name}", fake_impl, lib=library)
 
 
 def _returns_nothing(*args: Any, **kwargs: Any) -> None:
@@ -88,5 +88,4 @@ def is_spliting_op(target: Any, names: Iterable[str] = ()) -> bool:
     packet = getattr(target, "overloadpacket", target)  # a node's target may be one overload of the op
     if getattr(packet, "spliting_op", False) or getattr(target, "spliting_op", False):
         return True
-    qualified = getattr(packet, "_qualified_op_name", None)  # namespace::op
-    return qualified is not None and qualified.replace("::", ".") in names
+    return isinstance(packet, torch._ops.OpOverloadPacket) and str(packet) in names  # namespace.op

@@ -47,10 +47,10 @@ class ToyModel(nn.Module):
         return x
 
 
-def toy_config(level: int, cache_dir: str = "", *, model: str = "toy", **compilation) -> Config:
+def toy_config(level: int, cache_dir: str = "", *, device: str = "cpu", **compilation) -> Config:
     return Config(
-        model,
-        device="cpu",
+        "toy",
+        device=device,
         compilation_config={"level": level, "cache_dir": cache_dir, "use_cudagraph": False, **compilation},
     )
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from atom.config import Config
 from atom.platforms import get_platform
@@ -251,8 +250,7 @@ def graph_fingerprint(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> s
     storages: dict[int, int] = {}
     for value in example_inputs:
         if isinstance(value, torch.Tensor):
-            storage = StorageWeakRef(value.untyped_storage()).cdata
-            shared = storages.setdefault(storage, len(storages))
+            shared = storages.setdefault(value.untyped_storage()._cdata, len(storages))
             parts.append([shared, *_describe_tensor(value), str(value.storage_offset())])
         else:
             parts.append([type(value).__name__, str(value)])

@@ -1,8 +1,8 @@
-"""The ``atom`` command: ``serve``, ``generate``, ``bench`` and ``doctor``.
+"""The ``atom`` command: ``serve``, ``generate``, ``bench``, ``doctor`` and ``cache``.
 
-Arguments are read before anything heavy is imported, so that a mistake is told at once; ``doctor`` needs the
-standard library alone. Exit codes: 0 done, 1 the engine failed or the machine lacks something, 2 a wrong
-flag or value.
+Arguments are read before anything heavy is imported, so that a mistake is told at once; ``doctor`` and
+``cache`` need the standard library alone. Exit codes: 0 done, 1 the engine failed or the machine lacks
+something, 2 a wrong flag or value.
 """
 
 import argparse
@@ -27,6 +27,7 @@ usage: atom COMMAND ...
   generate MODEL [-p PROMPT] ...    print what a model answers; the prompt comes from standard input if none is given
   bench KIND [flags]                measure: serve (a running server), host, text or cpu
   doctor [--json]                   what this machine has, what it lacks and which variables are set
+  cache list|clear [flags]          what ATOM keeps on disk: compiled graphs, tokenizers, the demo model
 
   --version                         print the version
   COMMAND --help                    every flag of a command
@@ -36,7 +37,7 @@ usage: atom COMMAND ...
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"serve": serve, "generate": generate, "bench": bench, "doctor": doctor}
+    commands = {"serve": serve, "generate": generate, "bench": bench, "doctor": doctor, "cache": cache}
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if words else 2
@@ -134,6 +135,53 @@ def doctor(argv: list[str]) -> int:
     found = diagnose()
     print(json.dumps(found.to_dict(), indent=2) if namespace.json else render(found))
     return 0 if found.is_usable else 1
+
+
+def cache(argv: list[str]) -> int:
+    """List or remove what is kept below ``~/.cache/atom``. Nothing there ever has to be removed."""
+    parser = FlexibleArgumentParser(
+        prog="atom cache", description="What ATOM keeps on disk. It is checked before use and made again."
+    )
+    parser.add_argument("action", choices=("list", "clear"), help="Print it, or remove it after asking.")
+    parser.add_argument("--kind", help="Only this kind, such as torch_compile_cache or tokenizers.")
+    parser.add_argument("--older-than", help="Only what was not used for so long: 30d, 12h, 45m.")
+    parser.add_argument("--yes", "-y", action="store_true", help="clear: do not ask.")
+    parser.add_argument("--json", action="store_true", help="list: print JSON.")
+    namespace = parser.parse_args(argv)
+    from atom.utils import cache_list
+
+    entries = cache_list.list_entries()
+    kinds = sorted({entry.kind for entry in entries})
+    if namespace.kind is not None:
+        if entries and namespace.kind not in kinds:
+            raise ConfigError(
+                f"--kind must be one of {', '.join(kinds)}, got {namespace.kind!r}"
+                f"{suggest(namespace.kind, kinds)}"
+            )
+        entries = [entry for entry in entries if entry.kind == namespace.kind]
+    if namespace.older_than is not None:
+        entries = cache_list.unused_for(entries, cache_list.parse_age(namespace.older_than))
+    total = cache_list.format_size(sum(entry.num_bytes for entry in entries))
+    if namespace.json and namespace.action == "list":
+        print(json.dumps([entry.to_dict() for entry in entries], indent=2))
+        return 0
+    if not entries:
+        print("nothing is kept" if namespace.action == "list" else "nothing to remove")
+        return 0
+    print(f"{cache_list.render(entries)}\n{len(entries)} entries, {total}")
+    if namespace.action == "clear":
+        if not namespace.yes and not _confirmed("remove them?"):
+            print("nothing was removed")
+            return 1
+        cache_list.remove(entries)
+        print(f"removed, {total} freed")
+    return 0
+
+
+def _confirmed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError("clear asks before it removes, and standard input is no terminal: give --yes")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _model_first(argv: list[str]) -> list[str]:

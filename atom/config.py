@@ -8,6 +8,8 @@ import dataclasses
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -40,11 +42,14 @@ __all__ = [
     "DEFAULT_MAX_NUM_BATCHED_TOKENS",
     "DSparkConfig",
     "EPLBConfig",
+    "get_current_atom_config",
+    "get_current_rank",
     "KVCacheConfig",
     "KVCacheTensor",
     "KVEventsConfig",
     "OnlineQuantConfig",
     "ParallelConfig",
+    "set_current_atom_config",
     "SpeculativeConfig",
 ]
 
@@ -196,6 +201,11 @@ class Config:
         self._check_lengths()
         self._check_parallel()
         self._check_speculation()
+        # A copy: what compiling gathers belongs to one engine. Its own checks have settled the splitting ops,
+        # the graph mode and the sizes; which of the sizes are recorded is known here.
+        object.__setattr__(self, "compilation_config", dataclasses.replace(self.compilation_config))
+        self._set_cudagraph_sizes()
+        self.compilation_config.init_with_cudagraph_sizes(self.capture_sizes)
         parallel = self.parallel_config
         if parallel.decode_context_parallel_size != self.decode_context_parallel_size:
             size = self.decode_context_parallel_size
@@ -305,12 +315,22 @@ class Config:
         """Processes of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
 
+    def _set_cudagraph_sizes(self) -> None:
+        """Compute ``capture_sizes``: those of the compilation configuration that a batch can have."""
+        sizes: tuple[int, ...] = ()
+        if self.compilation_config.captures_graphs and not self.enforce_eager:
+            sizes = self.compilation_config.capture_sizes()
+        object.__setattr__(self, "_capture_sizes", tuple(size for size in sizes if size <= self.max_num_seqs))
+
     @property
     def capture_sizes(self) -> tuple[int, ...]:
         """Batch sizes recorded as graphs, within ``max_num_seqs``; empty when nothing is recorded."""
-        if self.enforce_eager or not self.compilation_config.captures_graphs:
-            return ()
-        return tuple(size for size in self.compilation_config.capture_sizes() if size <= self.max_num_seqs)
+        return self._capture_sizes
+
+    @property
+    def compilation_level(self) -> CompilationLevel:
+        """The level in force: none under ``enforce_eager``."""
+        return CompilationLevel(0 if self.enforce_eager else self.compilation_config.level)
 
     def resolve_max_model_len(self, max_position_embeddings: int | None) -> int:
         """The context in force: the smaller of what was asked for and what the model was trained with."""
@@ -351,10 +371,36 @@ class Config:
         )
         everything = self.to_dict()
         chosen = {name: everything[name] for name in names}
-        for name in ("cache_dir", "debug_dump_path"):  # where results go does not change them
-            chosen["compilation_config"].pop(name)
+        chosen["compilation_config"] = self.compilation_config.compute_hash()
         text = json.dumps(chosen, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+_current: tuple[Config, int] | None = None
+
+
+@contextmanager
+def set_current_atom_config(config: Config, rank: int = 0) -> Iterator[None]:
+    """Make ``config`` the one that models built inside belong to; ``rank`` is this worker's.
+
+    Contexts nest: a drafter may be built with another configuration inside.
+    """
+    global _current
+    previous, _current = _current, (config, rank)
+    try:
+        yield
+    finally:
+        _current = previous
+
+
+def get_current_atom_config() -> Config | None:
+    """The configuration of the model being built; None outside of ``set_current_atom_config``."""
+    return None if _current is None else _current[0]
+
+
+def get_current_rank() -> int:
+    """The rank that goes with it; 0 outside."""
+    return 0 if _current is None else _current[1]
 
 
 # Fields of features that do not exist in this version: only the default is accepted. A name goes when its

@@ -48,9 +48,9 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 
 def check_fields(obj: Any, prefix: str = "") -> None:
-    """Convert and check every field of a frozen dataclass in place. Raises ConfigError for the first bad one."""
+    """Convert and check every init field of a frozen dataclass in place. Raises ConfigError for the first bad one."""
     hints = type_hints(type(obj))
-    for field in dataclasses.fields(obj):
+    for field in filter(lambda field: field.init, dataclasses.fields(obj)):
         name = prefix + field.name
         value = getattr(obj, field.name)
         coerce = field.metadata.get("coerce")

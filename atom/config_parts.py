@@ -3,11 +3,12 @@
 import ast
 import dataclasses
 import enum
+import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from atom.config_fields import check_fields, opt
+from atom.config_fields import check_fields, opt, to_dict
 from atom.errors import ConfigError
 from atom.utils import envs
 from atom.utils.suggest import suggest
@@ -71,6 +72,26 @@ def capture_sizes_from(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n for n in (*range(1, 9), *range(16, largest + 1, 16)) if n <= largest)
 
 
+@dataclass
+class CompileState:
+    """What compiling one engine's model gathers as it goes: never hashed, never sent to another process."""
+
+    local_cache_dir: str = ""  # folder of this configuration's artifacts, once it is known
+    traced_files: set[str] = dataclasses.field(default_factory=set)  # sources of what was compiled
+    compilation_time: float = 0.0  # seconds, loading from the cache included
+    compile_sizes: tuple[int, ...] = ()  # of ``CompilationConfig``, resolved to numbers
+    static_forward_context: dict[str, Any] = dataclasses.field(default_factory=dict)  # layers by name
+    modules_by_tag: dict[str, int] = dataclasses.field(
+        default_factory=dict
+    )  # compiled so far, see VllmBackend
+
+    def add_layer(self, name: str, layer: Any) -> None:
+        """Let ops find ``layer`` by ``name``. Raises ValueError for a name that is taken."""
+        if name in self.static_forward_context:
+            raise ValueError(f"layer name {name!r} is taken; every layer that an op looks up needs its own")
+        self.static_forward_context[name] = layer
+
+
 @dataclass(frozen=True)
 class CompilationConfig:
     level: int = opt(0, "0 none, 1 Dynamo alone, 2 Inductor once, 3 Inductor piece by piece.", lo=0, hi=3)
@@ -95,6 +116,9 @@ class CompilationConfig:
         "startup",
         "When graphs are recorded: before the engine is ready, bucket by bucket while it serves, or at first use.",
     )
+    state: CompileState = dataclasses.field(
+        default_factory=CompileState, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, "compilation_config.")
@@ -102,11 +126,25 @@ class CompilationConfig:
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or min(sizes) < 1):
                 raise ConfigError(f"compilation_config.{name} must be sizes of at least 1, got {list(sizes)}")
+        numbers = [size for size in self.compile_sizes or () if not isinstance(size, str)]
+        if numbers and min(numbers) < 1:
+            raise ConfigError(
+                f"compilation_config.compile_sizes must be sizes of at least 1, got {list(self.compile_sizes)}"
+            )
         if self.level == CompilationLevel.PIECEWISE:
-            if self.splitting_ops is None:
-                object.__setattr__(self, "splitting_ops", DEFAULT_SPLITTING_OPS)
+            self.set_splitting_ops_for_v1()
             if self.cudagraph_mode is None:
                 object.__setattr__(self, "cudagraph_mode", CUDAGraphMode.TR_HYBRID)
+        self.init_with_cudagraph_sizes(self.capture_sizes())
+
+    def set_splitting_ops_for_v1(self) -> None:
+        """Cut at the attention ops unless ``splitting_ops`` says otherwise."""
+        if self.splitting_ops is None:
+            object.__setattr__(self, "splitting_ops", DEFAULT_SPLITTING_OPS)
+
+    def init_with_cudagraph_sizes(self, capture_sizes: tuple[int, ...]) -> None:
+        """Settle ``state.compile_sizes``: numbers as given, 'cudagraph_capture_sizes' as ``capture_sizes``."""
+        self.state.compile_sizes = self.resolved_compile_sizes(capture_sizes)
 
     def settled(self, level: int, mode: CUDAGraphMode) -> "CompilationConfig":
         """A copy in which what was left open has these values."""
@@ -127,11 +165,43 @@ class CompilationConfig:
             return tuple(sorted(set(self.cudagraph_capture_sizes)))
         return capture_sizes_from(self.cuda_graph_sizes)
 
-    def resolved_compile_sizes(self) -> tuple[int, ...]:
+    def resolved_compile_sizes(self, capture_sizes: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """``compile_sizes`` in numbers, ascending. ``capture_sizes`` None: those of this configuration."""
+        recorded = self.capture_sizes() if capture_sizes is None else capture_sizes
         sizes: set[int] = set()
         for size in self.compile_sizes or ():
-            sizes.update(self.capture_sizes() if isinstance(size, str) else (size,))
+            sizes.update(recorded if isinstance(size, str) else (size,))
         return tuple(sorted(sizes))
+
+    @property
+    def copies_inputs(self) -> bool:
+        """Whether ``cudagraph_copy_inputs`` has an effect: at level 3, while graphs are recorded."""
+        return (
+            self.cudagraph_copy_inputs and self.level == CompilationLevel.PIECEWISE and self.captures_graphs
+        )
+
+    @property
+    def local_cache_dir(self) -> str:
+        return self.state.local_cache_dir
+
+    @property
+    def traced_files(self) -> set[str]:
+        return self.state.traced_files
+
+    @property
+    def compilation_time(self) -> float:
+        return self.state.compilation_time
+
+    @property
+    def static_forward_context(self) -> dict[str, Any]:
+        return self.state.static_forward_context
+
+    def compute_hash(self) -> str:
+        """SHA-256 over what compiled code depends on; where results go does not change them."""
+        fields = to_dict(self)
+        for name in ("cache_dir", "debug_dump_path"):
+            fields.pop(name)
+        return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import msgspec
 
 from atom.benchmarks.child import print_result, run_child
 from atom.errors import ModelLoadError
-from atom.model_loader.cache_folder import private_cache_folder
 from atom.model_loader.model_files import ModelFiles
+from atom.utils.cache_folder import private_cache_folder
 
 if TYPE_CHECKING:
     import torch

@@ -93,7 +93,7 @@ def _later_flags() -> set[str]:
 
 def _field_rows(cls: type) -> list[str]:
     rows = []
-    for field in dataclasses.fields(cls):
+    for field in (field for field in dataclasses.fields(cls) if field.init):
         default = field.default
         if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
             made = field.default_factory()

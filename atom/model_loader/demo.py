@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from atom.errors import ConfigError, ModelLoadError
-from atom.model_loader.cache_folder import private_cache_folder
+from atom.utils.cache_folder import private_cache_folder
 
 _BLOCK_BYTES = 4 << 20
 

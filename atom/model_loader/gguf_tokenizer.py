@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from atom.errors import ConfigError, ModelLoadError
-from atom.model_loader.cache_folder import private_cache_folder
 from atom.model_loader.gguf_file import StringArray
+from atom.utils.cache_folder import private_cache_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -515,9 +515,9 @@ TABLE: tuple[EnvVar, ...] = (
         text("AITER_QUICK_REDUCE_QUANTIZATION", None,
              "Set for Llama models in 16 bits on AMD.", owner="AITER"),
         text("TORCHINDUCTOR_CACHE_DIR", None,
-             "Set to a folder of the compile cache.", kind="path", owner="torch"),
+             "Set to a folder of the compile cache.", kind="path", owner="torch", effective=True),
         text("TRITON_CACHE_DIR", None,
-             "Set to a folder of the compile cache.", kind="path", owner="triton"),
+             "Set to a folder of the compile cache.", kind="path", owner="triton", effective=True),
     ),
     *group(
         "Mooncake PD matched rails",

@@ -14,11 +14,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from atom.errors import ConfigError, ModelLoadError, RequestError
 from atom.model_loader import gguf_tokenizer
-from atom.model_loader.cache_folder import private_cache_folder
 from atom.model_loader.gguf_file import GGUFFile
 from atom.model_loader.gguf_tokenizer import build_gguf_tokenizer, load_gguf_tokenizer, recover_merges
 from atom.model_loader.model_files import ModelFiles
 from atom.model_loader.tokenizer import Tokenizer, byte_characters
+from atom.utils.cache_folder import private_cache_folder
 from tests.helpers.tiny_model import CHAT_TEMPLATE, write_byte_tokenizer
 
 TEXTS = [

@@ -19,9 +19,14 @@ def private_cache_folder(name: str) -> Path:
     Raises:
         ConfigError: it belongs to somebody else, or others may write into it: what it holds is not trusted.
     """
-    folder = cache_root() / name
+    return check_private(cache_root() / name)
+
+
+def check_private(folder: Path, *, must_exist: bool = False) -> Path:
+    """``folder``, made with mode 0700 if it is absent. Raises ConfigError as ``private_cache_folder`` does."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not must_exist:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
     except OSError as error:
         raise ConfigError(f"cannot make the cache folder {folder}: {error.strerror or error}") from error

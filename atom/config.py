@@ -485,9 +485,6 @@ def check_supported(config: Config) -> None:
     settings = [(flag_of(name), getattr(config, name)) for name in LATER_FIELDS if name in changed]
     if config.parallel_config.data_parallel_size > 1:
         settings.append(("--data-parallel-size", config.parallel_config.data_parallel_size))
-    compilation = config.compilation_config
-    if compilation.level > 0 and not config.enforce_eager:
-        settings.append(("--level", compilation.level))
     for flag, value in settings:
         hint = "; the HTTP port is --server-port" if flag == "--port" else ""
         raise ConfigError(f"{flag} is not available in this version of ATOM, got {value}{hint}")

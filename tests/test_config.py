@@ -408,7 +408,6 @@ def test_the_hash_follows_what_a_graph_depends_on():
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
         ({"speculative_config": {"method": "mtp"}}, "--method"),
         ({"kv_transfer_config": {"kv_connector": "x"}}, "--kv-transfer-config"),
-        ({"compilation_config": {"level": 1}}, "--level"),
         ({"enable_tbo_decode": True}, "--enable-tbo "),
         ({"enable_low_latency": True}, "--all2all-backend"),
         ({"dspark": {"q_buckets": "1"}}, "--dspark-config"),

@@ -38,6 +38,7 @@ class Kernel:
     function: Any
     priority: Mapping[str, int]  # platform name -> priority; absent: does not run there
     supports: Supports | None = None
+    is_traceable: bool = True  # whether a compiler can see through it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -45,22 +46,29 @@ class Kernel:
 
 _kernels: dict[str, dict[str, Kernel]] = {}
 _overrides: dict[str, str] = {}
+_needs_tracing = False
 _selected: dict[tuple[str, str], int] = {}  # (op, implementation) -> how many layers chose it
 
 
 def register_kernel(
-    op: str, name: str, *, priority: Mapping[str, int] = REFERENCE_PRIORITY, supports: Supports | None = None
+    op: str,
+    name: str,
+    *,
+    priority: Mapping[str, int] = REFERENCE_PRIORITY,
+    supports: Supports | None = None,
+    is_traceable: bool = True,
 ) -> Callable[[Any], Any]:
     """Decorator: register a function (or an object with the operation's methods) as an implementation.
 
     ``supports(platform, **traits)`` gets what the layer passed to ``select_kernel``; it must accept traits
-    that it does not know.
+    that it does not know. ``is_traceable=False`` keeps an implementation out of models that are compiled: because
+    a compiler cannot follow it, or because it does by hand what a compiler does better.
     """
 
     def add(function: Any) -> Any:
         if name in _kernels.setdefault(op, {}):
             raise ValueError(f"kernel {op!r} already has an implementation called {name!r}")
-        _kernels[op][name] = Kernel(op, name, function, priority, supports)
+        _kernels[op][name] = Kernel(op, name, function, priority, supports, is_traceable)
         return function
 
     return add
@@ -113,6 +121,17 @@ def override_kernel(op: str, name: str) -> Iterator[None]:
             _overrides[op] = previous
 
 
+@contextmanager
+def traceable_kernels(is_compiled: bool = True) -> Iterator[None]:
+    """Layers built inside take only implementations that a compiler can follow, if they are to be compiled."""
+    global _needs_tracing
+    previous, _needs_tracing = _needs_tracing, is_compiled
+    try:
+        yield
+    finally:
+        _needs_tracing = previous
+
+
 def _choose(op: str, platform: Platform, traits: Mapping[str, Any]) -> Kernel:
     if op in _overrides:
         kernel = _implementation(op, _overrides[op])
@@ -126,7 +145,7 @@ def _choose(op: str, platform: Platform, traits: Mapping[str, Any]) -> Kernel:
 
 
 def _can_run(kernel: Kernel, platform: Platform, traits: Mapping[str, Any]) -> bool:
-    if platform.name not in kernel.priority:
+    if platform.name not in kernel.priority or (_needs_tracing and not kernel.is_traceable):
         return False
     return kernel.supports is None or kernel.supports(platform, **traits)
 

@@ -88,7 +88,7 @@ def _flag_row(field: dataclasses.Field) -> str:
 
 def _later_flags() -> set[str]:
     unavailable = {flag_of(name) for name in LATER_FIELDS}
-    return unavailable | {"--data-parallel-size", "--level"}
+    return unavailable | {"--data-parallel-size"}
 
 
 def _field_rows(cls: type) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from atom.config import Config
+from atom.config import CompilationLevel, Config, set_current_atom_config
 from atom.config_parts import CompilationConfig, CUDAGraphMode, KVCacheTensor
 from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenLogprobs, TokenMasks
 from atom.errors import ConfigError
@@ -33,6 +33,7 @@ from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_ban
 from atom.models.registry import get_model_class, support_model_arch_dict
 from atom.platforms import get_platform
 from atom.utils.debug_helper import install_block_forward_hooks, needs_eager
+from atom.utils.decorators import compile_as_is
 from atom.utils.logging import init_logger
 
 __all__ = ["ModelRunner", "support_model_arch_dict"]
@@ -65,8 +66,8 @@ class ModelRunner(Worker):
     """
 
     def __init__(self, config: Config):
-        self.config = config
         self.platform = get_platform(config.device)
+        self.config = replace(config, compilation_config=self._settle_compilation(config))
         self.device = self.platform.device()
         if self.platform.name == "cpu":
             torch.set_num_threads(config.num_threads or self.platform.default_num_threads)
@@ -74,7 +75,6 @@ class ModelRunner(Worker):
         self.files = ModelFiles.resolve(config.model, hf_overrides=config.hf_overrides)
         self.hf_config = self.files.hf_config
         self.dtype = self._choose_dtype()
-        self.compilation = self._settle_compilation()
         self.block_size = config.kv_cache_block_size
         self.model: torch.nn.Module | None = None
         self.groups: list[CacheGroupSpec] = []
@@ -84,10 +84,10 @@ class ModelRunner(Worker):
         self._profiler = StepProfiler(config, self.platform)
         self._timer = make_device_timer(self.device, "gpu_forward_seconds", "gpu_sample_seconds")
 
-    def _settle_compilation(self) -> CompilationConfig:
+    def _settle_compilation(self, config: Config) -> CompilationConfig:
         """Level and graph mode: as asked for, else the platform's; nothing of either where steps must be eager."""
-        given, platform = self.config.compilation_config, self.platform
-        reason = "--enforce-eager" if self.config.enforce_eager else needs_eager()
+        given, platform = config.compilation_config, self.platform
+        reason = "--enforce-eager" if config.enforce_eager else needs_eager()
         if reason is None:
             return given.settled(platform.compilation_level, CUDAGraphMode[platform.cudagraph_mode])
         logger.info("neither compilation nor recorded graphs: %s", reason)
@@ -119,13 +119,16 @@ class ModelRunner(Worker):
             load_weights(self.model, self.files, report=lambda _, fraction: report("load weights", fraction))
         else:
             load_dummy(self.model, self.config.load_dummy)
+        level = self.config.compilation_level
+        if level == CompilationLevel.DYNAMO_AS_IS:
+            self.model.model.forward = compile_as_is(self.model.model.forward)
         install_block_forward_hooks(self.model)
-        self._profiler.watch(self.model)
+        self._profiler.watch(self.model, is_compiled=level > 0)
         report("load weights", 1.0)
 
     def _build_model(self, device: torch.device) -> torch.nn.Module:
         model_class = get_model_class(self.hf_config.architectures)
-        with device, _default_dtype(self.dtype):
+        with device, _default_dtype(self.dtype), set_current_atom_config(self.config):
             return model_class(self.hf_config, lm_head_dtype=self.config.lm_head_dtype).eval()
 
     # -- memory
@@ -326,7 +329,7 @@ class ModelRunner(Worker):
     # -- recorded graphs
 
     def record_graphs(self, report: ReportProgress) -> None:
-        warmup = self.compilation.graph_warmup
+        warmup = self.config.compilation_config.graph_warmup
         self._recorder = self._new_recorder()
         if self._recorder is None:
             return
@@ -349,7 +352,7 @@ class ModelRunner(Worker):
 
     def _new_recorder(self) -> GraphRecorder | None:
         """What records the configured buckets; None where nothing is to be recorded."""
-        compilation = self.compilation
+        compilation = self.config.compilation_config
         if not compilation.captures_graphs:
             return None
         forward, mode = self._forward, compilation.cudagraph_mode

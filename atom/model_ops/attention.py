@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from atom.model_ops.attentions.backend import AttentionSpec, select_backend
+from atom.utils.custom_register import mark_spliting_op
 from atom.utils.forward_context import get_forward_context
 from atom.utils.region_graph import break_recording
 
@@ -63,10 +64,10 @@ class Attention(nn.Module):
         """``q [num_tokens, num_heads, head_dim]``, ``k`` and ``v [num_tokens, num_kv_heads, head_dim]`` ->
         ``[num_tokens, num_heads * head_dim]``."""
         output = torch.empty((len(q), self.num_heads, self.head_dim), dtype=q.dtype, device=q.device)
-        if self.backend.supports_token_graph:
-            self.attend(q, k, v, output)
+        if torch.compiler.is_compiling():
+            torch.ops.aiter.unified_attention_with_output(q, k, v, output, self.layer_name)
         else:
-            break_recording(self.attend, q, k, v, output)
+            _attend(self, q, k, v, output)
         return output.flatten(-2)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor) -> None:
@@ -85,3 +86,21 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.layer_name}, {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, {self.backend.name}"
+
+
+def _attend(
+    layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor
+) -> None:
+    """Attention, outside the recorded graph where its launches depend on host data."""
+    if layer.backend.supports_token_graph:
+        layer.attend(q, k, v, output)
+    else:
+        break_recording(layer.attend, q, k, v, output)
+
+
+@mark_spliting_op(is_custom=True, mutates_args=("output",))
+def unified_attention_with_output(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, layer_name: str
+) -> None:
+    """Attention as compiled code sees it: one opaque op, which finds its layer by name in the forward context."""
+    _attend(get_forward_context().no_compile_layers[layer_name], q, k, v, output)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from atom.config import get_current_atom_config
 from atom.core import CacheGroupSpec, GroupKind
+from atom.kernels.registry import traceable_kernels
 from atom.model_ops.activation import get_act_and_mul
 from atom.model_ops.attention import Attention
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -64,7 +66,10 @@ class CausalLM(nn.Module):
     def __init__(self, config: HFConfig, *, lm_head_dtype: str = "auto"):
         super().__init__()
         self.config = config
-        self.model = self.body_class(config)
+        engine_config = get_current_atom_config()
+        is_compiled = engine_config is not None and engine_config.compilation_level > 0
+        with traceable_kernels(is_compiled):
+            self.model = self.body_class(config)
         self.is_tied = bool(config.get("tie_word_embeddings", False))
         self.lm_head = ParallelLMHead(
             config.vocab_size,

@@ -16,6 +16,7 @@ from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.linear import QKVParallelLinear, RowParallelLinear
 from atom.model_ops.rotary_embedding import RotaryEmbedding, Rotation
 from atom.models.base import CausalLM, GatedMLP, build_ropes, new_embedding, window_of_layer
+from atom.utils.decorators import support_torch_compile
 from atom.utils.region_graph import token_graph
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class LlamaDecoderLayer(nn.Module):
 
 
 @token_graph(per_phase=True)  # attention runs other kernels in a prefill than in a decode
+@support_torch_compile
 class LlamaModel(nn.Module):
     layer_class: ClassVar[type[nn.Module]] = LlamaDecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm

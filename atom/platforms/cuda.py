@@ -10,6 +10,7 @@ class CudaPlatform(Platform):
     device_type = "cuda"
     communication_backend = "nccl"
     attention_backends = ("flash_attention", "flashinfer", "triton", "reference")
+    compilation_level = 3
     cudagraph_mode = "FULL"
 
     def is_available(self) -> bool:

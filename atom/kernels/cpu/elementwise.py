@@ -20,7 +20,7 @@ def _scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-@register_kernel("rms_norm", "torch_cpu", priority=_PRIORITY)
+@register_kernel("rms_norm", "torch_cpu", priority=_PRIORITY, is_traceable=False)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See ``reference.norm.rms_norm``; one fp32 copy of x is worked on in place."""
     wide = x.float() if x.dtype is not torch.float32 else x.clone()
@@ -29,7 +29,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return wide.mul_(factor).mul_(weight).to(x.dtype)
 
 
-@register_kernel("add_rms_norm", "torch_cpu", priority=_PRIORITY)
+@register_kernel("add_rms_norm", "torch_cpu", priority=_PRIORITY, is_traceable=False)
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +38,7 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
-@register_kernel("rotary", "torch_cpu", priority=_PRIORITY)
+@register_kernel("rotary", "torch_cpu", priority=_PRIORITY, is_traceable=False)
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """See ``reference.rotary.rotary``; in x's dtype, which cos and sin share."""
     rotary_dim = cos.shape[-1]
@@ -49,14 +49,14 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
 
 
-@register_kernel("silu_and_mul", "torch_cpu", priority=_PRIORITY)
+@register_kernel("silu_and_mul", "torch_cpu", priority=_PRIORITY, is_traceable=False)
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See ``reference.activation.silu_and_mul``."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
-@register_kernel("gelu_tanh_and_mul", "torch_cpu", priority=_PRIORITY)
+@register_kernel("gelu_tanh_and_mul", "torch_cpu", priority=_PRIORITY, is_traceable=False)
 def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See ``reference.activation.gelu_tanh_and_mul``."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -58,7 +58,9 @@ def _supports_packed(platform: Platform, *, dtype: Any = None, **_: Any) -> bool
     return dtype is torch.bfloat16 and _has_packed_linear()
 
 
-register_kernel("linear", "onednn_packed", priority={"cpu": 10}, supports=_supports_packed)(OneDnnLinear())
+register_kernel(
+    "linear", "onednn_packed", priority={"cpu": 10}, supports=_supports_packed, is_traceable=False
+)(OneDnnLinear())
 
 
 def _supports_int_mm(platform: Platform, *, in_features: int = 0, **_: Any) -> bool:

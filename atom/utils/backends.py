@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.fx.passes.split_module import split_module
 
 from atom.config import CompilationConfig, CompilationLevel, Config
 from atom.errors import ConfigError
+from atom.utils.cache_folder import check_private
 from atom.utils.compile_cache import (
     ArtifactFolder,
     Index,
@@ -86,16 +88,15 @@ class CompilerManager:
         """
         source = graph_fingerprint(graph, example_inputs)
         place = (runtime_shape, graph_index, self.compiler.name)
-        shared = self._made.get((runtime_shape, source))
-        if shared is not None:
-            compilation_counter.num_shared += 1
-            self._remember(place, shared[1])
-            return shared[0]
-        if self._folder is None:
-            code, handle = self._build(graph, example_inputs, place)
-        else:
-            with self._folder.lock():
+        with self._folder.lock() if self._folder is not None else nullcontext():
+            if (runtime_shape, source) in self._made:
+                compilation_counter.num_shared += 1
+                code, handle = self._made[runtime_shape, source]
+            elif self._folder is None:
+                code, handle = self._build(graph, example_inputs, place)
+            else:
                 code, handle = self._load_or_build(graph, example_inputs, place)
+            self._remember(place, handle)
         self._made[runtime_shape, source] = code, handle
         return code
 
@@ -110,9 +111,7 @@ class CompilerManager:
             except StaleArtifact as reason:
                 compilation_counter.num_rejected += 1
                 logger.warning("Compiling piece %d again, its artifact is not used: %s", graph_index, reason)
-        code, handle = self._build(graph, example_inputs, place)
-        self._remember(place, handle)
-        return code, handle
+        return self._build(graph, example_inputs, place)
 
     def _build(self, graph: fx.GraphModule, example_inputs: Sequence[Any], place: tuple) -> tuple:
         runtime_shape, graph_index, _ = place
@@ -294,8 +293,8 @@ class VllmBackend:
         state.modules_by_tag[self._tag] = number + 1
         prefix = self._prefix or (f"{self._tag}_{number}" if number else self._tag)
         try:
-            entry = compile_cache_root(self.compilation_config.cache_dir) / digest
-            folder = entry / f"rank_{self.rank}" / prefix
+            entry = check_private(compile_cache_root(self.compilation_config.cache_dir) / digest)
+            folder = check_private(check_private(entry / f"rank_{self.rank}") / prefix)
             self.manager.initialize_cache(str(folder), prefix=prefix)
             facts = {
                 "model": config.model,
@@ -330,7 +329,8 @@ class VllmBackend:
         self, graph: fx.GraphModule, arguments: tuple[Any, ...], index: int, size: int
     ) -> Callable[..., Any]:
         start = time.perf_counter()
-        code = self.manager.compile(graph, arguments, index, size)
+        with torch.inference_mode(False), torch.no_grad():  # as Dynamo compiles the general code
+            code = self.manager.compile(graph, arguments, index, size)
         elapsed = time.perf_counter() - start
         self.compilation_config.state.compilation_time += elapsed
         logger.info("Piece %d for %d tokens was ready after %.2f s", index, size, elapsed)

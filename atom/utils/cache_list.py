@@ -60,7 +60,7 @@ def _entry(path: Path) -> CacheEntry:
 
 
 def remove(entries: Iterable[CacheEntry]) -> int:
-    """Delete them; the bytes that were freed. An engine that uses one goes on, and keeps nothing more in it."""
+    """Delete them; the bytes that were freed. An engine that uses one goes on with what it has loaded."""
     freed = 0
     for entry in entries:
         aside = Path(tempfile.mkdtemp(dir=entry.path.parent, prefix=".removed-"))

@@ -114,15 +114,14 @@ class ArtifactFolder:
     """The artifacts of one compiled module on one rank. Every method that writes is called under ``lock``."""
 
     def __init__(self, path: Path):
-        self.path = path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_private(path)
+        self.path = check_private(path)
         self._work: Path | None = None
         self._work_lock: int | None = None
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other processes out; released when this one dies. A file system without locks is used without."""
+        check_private(self.path)  # made again if the cache was cleared
         handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:

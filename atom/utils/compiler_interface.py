@@ -9,10 +9,12 @@ import hashlib
 import json
 import operator
 import os
+import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -135,19 +137,19 @@ class InductorStandaloneAdaptor(CompilerInterface):
 
         compilation_counter.num_compiled += 1
         settings = dict(compiler_config)
-        self._use_scratch_space()
         shapes = "from_tracing_context"
         if runtime_shape is not None:
             shapes = "from_example_inputs"
             # Tuning is for Triton. The CPU's GEMMs are a library's, and timing C++ templates takes minutes.
             if any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in example_inputs):
                 settings = {"max_autotune": True, "coordinate_descent_tuning": True} | settings
-        artifact = standalone_compile(
-            graph,  # torch works on a copy
-            list(example_inputs),
-            dynamic_shapes=shapes,
-            options={"config_patches": settings},
-        )
+        with self._scratch_space():
+            artifact = standalone_compile(
+                graph,  # torch works on a copy
+                list(example_inputs),
+                dynamic_shapes=shapes,
+                options={"config_patches": settings},
+            )
         handle = None
         if self._folder is not None and key is not None:
             source = graph_fingerprint(graph, example_inputs)
@@ -167,23 +169,35 @@ class InductorStandaloneAdaptor(CompilerInterface):
             raise StaleArtifact(f"{handle!r} is no handle")
         # The path in the handle is for people: only the key says where to look.
         path = self._folder.find(handle[0], graph_fingerprint(graph, example_inputs))
-        self._use_scratch_space()
         try:
-            artifact = CompiledArtifact.load(path=str(path), format="unpacked")
+            with self._scratch_space():
+                artifact = CompiledArtifact.load(path=str(path), format="unpacked")
         except Exception as error:  # whole and ours, and still not loadable: built again
             raise StaleArtifact(f"torch cannot load it ({type(error).__name__}: {error})") from error
         compilation_counter.num_loaded += 1
         return _unwrapped(artifact, graph)
 
-    def _use_scratch_space(self) -> None:
-        """Point Inductor and Triton at a folder of this process: what they find there, they trust."""
+    @contextmanager
+    def _scratch_space(self) -> Iterator[None]:
+        """Give Inductor and Triton a folder of this process: what they find there, they trust.
+
+        Afterwards Triton has its own folder again, where the kernels of ATOM are kept from start to start.
+        """
         if self._folder is not None:
             self._scratch = self._folder.work_folder()
         elif self._scratch is None or not self._scratch.is_dir():
             self._scratch = Path(tempfile.mkdtemp(prefix="atom-compile-"))
             atexit.register(shutil.rmtree, self._scratch, ignore_errors=True)
+        triton_folder = os.environ.get("TRITON_CACHE_DIR")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._scratch)
         os.environ["TRITON_CACHE_DIR"] = str(self._scratch / "triton")
+        try:
+            yield
+        finally:
+            if triton_folder is None:
+                del os.environ["TRITON_CACHE_DIR"]
+            else:
+                os.environ["TRITON_CACHE_DIR"] = triton_folder
 
     def _write(self, artifact: Any, aside: Path) -> None:
         """Save ``artifact`` with the libraries that Inductor built for it, which torch leaves behind."""
@@ -299,7 +313,8 @@ def _inductor_settings() -> list[str]:
     """Every public setting of Inductor, whether set in code or by a variable."""
     from torch._inductor import config
 
-    return sorted(f"{name}={value!r}" for name, value in config.save_config_portable().items())
+    settings = config.save_config_portable().items()
+    return sorted(re.sub(r" at 0x[0-9a-f]+", "", f"{name}={value!r}") for name, value in settings)
 
 
 def _sha256(value: Any) -> str:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from atom.config import CompilationLevel, Config, get_current_atom_config, get_current_rank
-from atom.utils.compile_cache import compilation_counter
+from atom.utils.compile_cache import compilation_counter, compile_cache_root
 from atom.utils.compile_dump import dump_code
 from atom.utils.custom_register import mark_spliting_op
 from atom.utils.logging import init_logger
@@ -95,13 +95,19 @@ class TorchCompileWrapperWithCustomDispatcher:
     do_not_compile = True
 
     def set_up_compilation(self, config: Config | None, rank: int = 0) -> None:
-        """Decide whether this instance compiles. ``config`` None: it does not."""
+        """Decide whether this instance compiles. ``config`` None: it does not.
+
+        Raises:
+            ConfigError: the ``cache_dir`` that was asked for cannot be used.
+        """
         level = CompilationLevel.NO_COMPILATION if config is None else config.compilation_level
         # At level 1 the model runner compiles the whole model.
         self.do_not_compile = level < CompilationLevel.DYNAMO_ONCE
         self.compilation_level = level
         self.use_custom_dispatcher = level >= CompilationLevel.DYNAMO_ONCE
         if not self.do_not_compile:
+            if config.compilation_config.cache_dir:
+                compile_cache_root(config.compilation_config.cache_dir)
             self._compile_config, self._compile_rank = config, rank
             self._compile_tag = _model_tag
             self.compiled_codes: list[types.CodeType] = []

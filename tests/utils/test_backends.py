@@ -3,6 +3,7 @@
 import ast
 import operator
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -250,8 +251,8 @@ def test_a_cache_that_others_can_write_is_refused_when_asked_for(
     tmp_path, text_compiler, monkeypatch, caplog
 ):
     os.chmod(tmp_path, 0o777)
-    with pytest.raises(Exception, match="can be written by others"):
-        build(toy_config(3, str(tmp_path)))(*inputs(4))
+    with pytest.raises(ConfigError, match="can be written by others"):
+        build(toy_config(3, str(tmp_path)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(backends, "make_compiler", lambda config: EagerAdaptor())
     os.makedirs(tmp_path / "atom" / "torch_compile_cache")
@@ -301,6 +302,17 @@ def test_compile_sizes_are_compiled_once_when_first_met(tmp_path, text_compiler)
     (folder,) = tmp_path.glob("*/rank_0/backbone")
     assert (folder / "artifact_shape_4_subgraph_1").is_dir()
     assert not (folder / "artifact_shape_2_subgraph_1").exists()
+
+
+def test_a_cache_cleared_while_in_use_is_begun_again(tmp_path, text_compiler):
+    model = build(toy_config(3, str(tmp_path), compile_sizes=[4]), num_layers=1)
+    model(*inputs(5))
+    (entry,) = tmp_path.iterdir()
+    shutil.rmtree(entry)
+    assert torch.equal(model(*inputs(4)), model.forward(*inputs(4)))
+    assert sorted(path.name for path in tmp_path.glob("*/rank_0/backbone/art*")) == [
+        f"artifact_shape_4_subgraph_{i}" for i in range(2)
+    ]
 
 
 def test_piecewise_backend_dispatches_by_the_number_of_tokens():

@@ -19,26 +19,15 @@ class City(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def response_server():
+def shared_server():
     server = LiveServer(FakeEngine(chat_template=TEMPLATE, max_model_len=4096), served_model_name="fake")
     yield server
     server.stop()
 
 
 @pytest.fixture
-def engine(response_server):
-    engine = response_server.engine
-    engine.script, engine.tokens_per_step, engine.step_s = says("Hello"), 1, 0.0
-    engine.max_queue, engine.fail_with = 10_000, None
-    engine.requests.clear()
-    engine.guides.clear()
-    engine.aborted.clear()
-    return engine
-
-
-@pytest.fixture
-def client(response_server, engine):
-    with openai.OpenAI(base_url=response_server.url + "/v1", api_key="none", max_retries=0) as client:
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -51,11 +40,11 @@ def test_create(client, engine):
         top_logprobs=2,
         metadata={"a": "b"},
     )
-    assert response.output_text == "Hello" and response.status == "completed"
+    assert response.output_text == "Hello, world" and response.status == "completed"
     assert response.output[0].content[0].logprobs[0].top_logprobs[0].token == "H"
     assert response.metadata == {"a": "b"} and response.instructions == "Be brief."
     usage = response.usage
-    assert usage.input_tokens_details.cached_tokens == 0 and usage.total_tokens == usage.input_tokens + 6
+    assert usage.input_tokens_details.cached_tokens == 0 and usage.total_tokens == usage.input_tokens + 13
     counted = client.responses.input_tokens.count(model="fake", input="hi", instructions="Be brief.")
     assert counted.input_tokens == usage.input_tokens
 
@@ -139,23 +128,23 @@ def test_errors(client, engine):
     assert last.type == "response.failed" and "NaN" in last.response.error.message
 
 
-def test_async_client(response_server, engine):
+def test_async_client(server, engine):
     async def ask() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=response_server.url + "/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
             plain = await client.responses.create(model="fake", input="hi")
             async with client.responses.stream(model="fake", input="hi") as stream:
                 pieces = [e.delta async for e in stream if e.type == "response.output_text.delta"]
                 assert (await stream.get_final_response()).output_text == "".join(pieces)
         return plain.output_text, "".join(pieces)
 
-    assert asyncio.run(ask()) == ("Hello", "Hello")
+    assert asyncio.run(ask()) == ("Hello, world", "Hello, world")
 
 
-def test_async_client_that_cancels_is_aborted(response_server, engine):
+def test_async_client_that_cancels_is_aborted(server, engine):
     engine.script, engine.step_s = lambda prompt, index: ids_of("z" * 200), 0.02
 
     async def ask() -> None:
-        async with openai.AsyncOpenAI(base_url=response_server.url + "/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(client.responses.create(model="fake", input="hi"), 0.2)
 

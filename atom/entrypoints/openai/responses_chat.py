@@ -44,6 +44,7 @@ FIELD_NAMES = {
     "tool_choice.allowed_tools": "tool_choice",
 }
 ROLES = ("user", "assistant", "system", "developer")
+TRUNCATIONS = ("disabled", "auto")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 SAME_NAME = (
     "parallel_tool_calls", "stream", "stream_options", "temperature", "top_p", "user", "metadata", "top_k",
@@ -71,6 +72,8 @@ def fields_without_effect(request: ResponsesRequest) -> list[str]:
 
 def make_chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
     """Raises RequestError for what has no counterpart, by its name in the Responses API."""
+    truncation = request.truncation or "disabled"
+    require(truncation in TRUNCATIONS, "truncation", " or ".join(TRUNCATIONS), truncation[:200])
     chat = ChatCompletionRequest(messages=_messages(request))
     for name in SAME_NAME:
         setattr(chat, name, getattr(request, name))

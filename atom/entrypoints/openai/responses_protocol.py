@@ -17,7 +17,6 @@ UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "background_options": (),
     "prompt": (),
-    "truncation": ("disabled",),
     "context_management": ([],),
     "moderation": (),
 }
@@ -115,6 +114,7 @@ class ResponsesRequest(_ResponsesBase, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     max_output_tokens: int | None = None
+    truncation: str | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
     stream: bool | None = None
@@ -240,7 +240,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     tools: list[ResponsesTool]
     top_logprobs: int
     top_p: float
-    truncation: str = "disabled"
+    truncation: str
     usage: ResponseUsage | None = None
     user: str | None
 

@@ -171,6 +171,7 @@ class ResponseWriter(AnswerWriter):
             tools=request.tools or [],
             top_logprobs=request.top_logprobs or 0,
             top_p=chat.params.top_p,
+            truncation=request.truncation or "disabled",
             user=request.user,
         )
 

@@ -183,6 +183,32 @@ def test_fields_without_effect_are_told(http):
     )
 
 
+def test_fields_of_chat_that_have_other_names_here_are_told(http, engine):
+    body = {"max_tokens": 3, "response_format": {"type": "json_object"}, "n": 2, "messages": None}
+    answer = http.post(PATH, json={"input": "hi", **body})
+    assert answer.headers["x-atom-warning"] == "ignored fields: max_tokens, n, response_format"
+    assert len(engine.requests) == 1 and not engine.guides
+
+
+def deep(levels: int) -> dict:
+    value: dict = {"type": "object"}
+    for _ in range(levels):
+        value = {"properties": {"a": value}}
+    return value
+
+
+@pytest.mark.parametrize("levels", [40, 120, 450])
+def test_nothing_is_too_deep_to_be_told_back(http, levels):
+    for kind in ("text", "json_object"):
+        text = {"format": {"type": kind, "name": "n", "schema": deep(levels)}}
+        assert created(http, text=text)["text"] == {"format": {"type": kind}}
+    for more in (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": deep(levels)}}},
+        {"tools": [CLOCK | {"parameters": deep(levels)}], "tool_choice": "none"},
+    ):
+        assert "nest" in refused(http, **more)["message"]
+
+
 def test_unknown_fields_are_refused_where_the_server_is_strict():
     server = LiveServer(FakeEngine(), strict_fields=True)
     try:
@@ -192,6 +218,7 @@ def test_unknown_fields_are_refused_where_the_server_is_strict():
         assert error["code"] == "unknown_field" and "max_output_tokens" in error["message"]
         hint = httpx.post(server.url + PATH, json={"input": "hi", "safety_identifier": "x"})
         assert hint.status_code == 200 and "safety_identifier" in hint.headers["x-atom-warning"]
+        assert httpx.post(server.url + PATH, json={"input": "hi", "max_tokens": 3}).status_code == 400
     finally:
         server.stop()
 

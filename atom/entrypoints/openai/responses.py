@@ -10,7 +10,12 @@ from atom.entrypoints.openai.errors import ErrorBody
 from atom.entrypoints.openai.generation import Job
 from atom.entrypoints.openai.http import Reply
 from atom.entrypoints.openai.protocol import ChatCompletionRequest
-from atom.entrypoints.openai.responses_chat import FIELD_NAMES, fields_without_effect, make_chat_request
+from atom.entrypoints.openai.responses_chat import (
+    CHAT_ONLY,
+    FIELD_NAMES,
+    fields_without_effect,
+    make_chat_request,
+)
 from atom.entrypoints.openai.responses_stream import ResponseWriter
 from atom.entrypoints.openai.tokenization import JsonEndpoint
 from atom.entrypoints.openai.validation import (
@@ -40,7 +45,8 @@ def _decode(
     body: bytes, model: str, is_strict: bool
 ) -> tuple[p.ResponsesRequest, ChatCompletionRequest, list[str]]:
     """The request, the chat request that it is, and its fields without effect."""
-    request, ignored = decode_body(body, p.ResponsesRequest, ignored=p.IGNORED_RESPONSES, strict=is_strict)
+    hints = p.IGNORED_RESPONSES if is_strict else p.IGNORED_RESPONSES | CHAT_ONLY
+    request, ignored = decode_body(body, p.ResponsesRequest, ignored=hints, strict=is_strict)
     check_supported(request, p.UNSUPPORTED_RESPONSES)
     check_model(request.model, model)
     chat = make_chat_request(request)

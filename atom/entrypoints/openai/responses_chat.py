@@ -48,9 +48,14 @@ TRUNCATIONS = ("disabled", "auto")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 SAME_NAME = (
     "parallel_tool_calls", "stream", "stream_options", "temperature", "top_p", "user", "metadata", "top_k",
-    "min_p", "seed", "stop", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "cache_salt", "priority", "chat_template_kwargs",
+    "min_p", "seed", "stop", "stop_token_ids", "bad_words", "min_tokens", "ignore_eos", "skip_special_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "cache_salt", "priority",
+    "chat_template_kwargs",
 )  # fmt: skip
+
+
+# What the chat API calls otherwise, or has alone: easily sent by mistake.
+CHAT_ONLY = frozenset(ChatCompletionRequest.__struct_fields__) - frozenset(ResponsesRequest.__struct_fields__)
 
 
 def fields_without_effect(request: ResponsesRequest) -> list[str]:

@@ -154,6 +154,8 @@ class ResponseWriter(AnswerWriter):
         self._is_cut = False
         self._num_events = 0
         text_format = request.text.format if request.text is not None else None
+        if text_format is None or text_format.type != "json_schema":
+            text_format = p.TextFormat(type=text_format.type if text_format is not None else "text")
         self._started = p.ResponseObject(
             id=self.id,
             created_at=int(time.time()),
@@ -166,7 +168,7 @@ class ResponseWriter(AnswerWriter):
             parallel_tool_calls=request.parallel_tool_calls is not False,
             reasoning=p.ReasoningUsed(request.reasoning.effort if request.reasoning is not None else None),
             temperature=chat.params.temperature,
-            text=p.TextConfig(format=text_format or p.TextFormat(type="text")),
+            text=p.TextConfig(format=text_format),
             tool_choice=request.tool_choice or "auto",
             tools=request.tools or [],
             top_logprobs=request.top_logprobs or 0,

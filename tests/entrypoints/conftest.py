@@ -32,6 +32,7 @@ def server(shared_server: LiveServer) -> LiveServer:
         setattr(engine, name, getattr(fresh, name))
     engine.requests.clear()
     engine.priorities.clear()
+    engine.guides.clear()
     engine.aborted.clear()
     return shared_server
 

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atom.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from atom.entrypoints.openai.responses_protocol import ResponsesRequest
 
 json_value = st.recursive(
     st.none()
@@ -30,9 +31,27 @@ prompt = (
     | st.lists(st.integers(-1, 300), max_size=9)
 )
 
+text_part = st.fixed_dictionaries(
+    {"type": st.sampled_from(["input_text", "output_text", "reasoning_text", "input_image"])},
+    optional={"text": st.text(max_size=5)},
+)
+item = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "other"]),
+        "role": st.sampled_from(["user", "assistant", "developer", ""]),
+        "content": st.text(max_size=8) | st.lists(text_part, max_size=2),
+        "call_id": st.sampled_from(["a", "b"]),
+        "name": st.text(max_size=3),
+        "arguments": st.text(max_size=5),
+        "output": st.text(max_size=5) | st.lists(text_part, max_size=2),
+        "summary": json_value,
+    },
+)
+
 
 def names(struct: type[msgspec.Struct]) -> list[str]:
-    skip = ("prompt", "messages", "stream", "model")
+    skip = ("prompt", "messages", "input", "stream", "model")
     return [field.name for field in msgspec.structs.fields(struct) if field.name not in skip]
 
 
@@ -49,6 +68,10 @@ requests = st.one_of(
         st.just("/v1/chat/completions"),
         body(ChatCompletionRequest, {"messages": st.lists(message, max_size=3) | json_value}),
     ),
+    st.tuples(
+        st.just("/v1/responses"),
+        body(ResponsesRequest, {"input": st.text(max_size=9) | st.lists(item, max_size=4) | json_value}),
+    ),
 )
 
 
@@ -61,6 +84,8 @@ def test_no_body_is_a_server_fault(http, request_):
     assert answer.status_code in (200, 400), (fields, answer.text)
     if answer.status_code == 400:
         assert answer.json()["error"]["type"] == "invalid_request_error"
+    elif path == "/v1/responses":
+        assert '"status":"completed"' in answer.text or '"status":"incomplete"' in answer.text
     elif fields.get("stream"):
         assert answer.text.endswith("data: [DONE]\n\n"), answer.text
     else:

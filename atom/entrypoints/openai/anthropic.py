@@ -4,8 +4,6 @@ import base64
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from starlette.types import Scope, Send
 
@@ -16,7 +14,7 @@ from atom.entrypoints.openai.chat_core import PreparedChat, decoded_arguments, p
 from atom.entrypoints.openai.endpoint import GenerationEndpoint
 from atom.entrypoints.openai.errors import ErrorBody
 from atom.entrypoints.openai.generation import Generation, Job
-from atom.entrypoints.openai.http import Reply, encode_json
+from atom.entrypoints.openai.http import Reply, event_frame
 from atom.entrypoints.openai.protocol import Usage
 from atom.entrypoints.openai.tokenization import JsonEndpoint
 from atom.entrypoints.openai.tool_parsers.base import (
@@ -26,8 +24,7 @@ from atom.entrypoints.openai.tool_parsers.base import (
     ToolCallArguments,
     ToolCallStart,
 )
-from atom.entrypoints.openai.validation import decode_body
-from atom.errors import RequestError
+from atom.entrypoints.openai.validation import decode_body, own_field_names, own_name
 from atom.model_engine.outputs import RequestOutput
 
 API_VERSION = "2023-06-01"
@@ -42,7 +39,12 @@ _ERROR_TYPES = {
 }
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 # Fields of the chat API, in which its core speaks, by what they are here.
-_FIELD_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_FIELD_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
 
 
 def is_anthropic_path(path: str) -> bool:
@@ -53,12 +55,6 @@ def anthropic_error(status: int, message: str, request_id: str) -> p.AnthropicEr
     """An error as Anthropic's clients expect it."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return p.AnthropicError(p.AnthropicErrorObject(kind, message), request_id)
-
-
-def event_frame(event: Any) -> bytes:
-    """A server-sent event named by its type."""
-    name = type(event).__struct_config__.tag
-    return b"event: " + name.encode() + b"\ndata: " + encode_json(event) + b"\n\n"
 
 
 class AnthropicReply(Reply):
@@ -197,20 +193,6 @@ def _usage(usage: Usage) -> p.MessageUsage:
     return p.MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-@contextmanager
-def _own_field_names() -> Iterator[None]:
-    """Errors of the chat core, with the fields named as they are here."""
-    try:
-        yield
-    except RequestError as error:
-        param = error.param or ""
-        own = _FIELD_NAMES.get(param, param.replace(".function.", "."))
-        if own == param:
-            raise
-        message = error.message.replace(param, own, 1)
-        raise RequestError(message, param=own, status=error.status, code=error.code) from None
-
-
 class MessagesEndpoint(GenerationEndpoint):
     """The model's name is taken as it comes: clients have names of their own in mind."""
 
@@ -223,9 +205,9 @@ class MessagesEndpoint(GenerationEndpoint):
         )
         if request.thinking is not None and request.thinking.budget_tokens is not None:
             ignored.append("thinking.budget_tokens")
-        with _own_field_names():
+        with own_field_names(_FIELD_NAMES):
             chat = await prepare_chat(context, make_chat_request(request))
-        chat.ignored = [name.replace(".function.", ".") for name in chat.ignored]
+        chat.ignored = [own_name(name, _FIELD_NAMES) for name in chat.ignored]
         writer = MessageWriter(chat, context.served_model_name, shows_thinking(request))
         return chat.job(writer, writer.id, ignored)
 
@@ -237,6 +219,6 @@ class CountTokensEndpoint(JsonEndpoint):
         request, _ = decode_body(
             body, p.CountTokensRequest, ignored=p.IGNORED_MESSAGES, strict=self.context.strict_fields
         )
-        with _own_field_names():
+        with own_field_names(_FIELD_NAMES):
             rendered = await render(self.context, make_chat_request(request))
         return p.CountTokensResponse(len(rendered.ids))

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from atom.entrypoints.openai import anthropic_protocol, protocol
+from atom.entrypoints.openai import anthropic_protocol, protocol, responses_protocol
 from atom.entrypoints.openai.anthropic import (
     AnthropicReply,
     CountTokensEndpoint,
@@ -25,6 +25,7 @@ from atom.entrypoints.openai.http import Reply
 from atom.entrypoints.openai.info import InfoEndpoint, InfoHandlers, Told
 from atom.entrypoints.openai.middleware import make_middleware
 from atom.entrypoints.openai.openapi import Operation, make_document
+from atom.entrypoints.openai.responses import InputTokensEndpoint, ResponsesEndpoint
 from atom.entrypoints.openai.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 
 _GET, _POST = ("GET", "HEAD"), ("POST",)
@@ -32,7 +33,7 @@ _GET, _POST = ("GET", "HEAD"), ("POST",)
 
 def make_routes(context: ServerContext) -> list[tuple[Operation, ASGIApp]]:
     """Every route with what the OpenAPI document says of it."""
-    p, a, info = protocol, anthropic_protocol, InfoHandlers(context)
+    p, a, r, info = protocol, anthropic_protocol, responses_protocol, InfoHandlers(context)
     completions = Operation(
         "/v1/completions",
         _POST,
@@ -58,6 +59,27 @@ def make_routes(context: ServerContext) -> list[tuple[Operation, ASGIApp]]:
     routes = [
         (completions, CompletionsEndpoint(context)),
         (chat, ChatEndpoint(context)),
+        (
+            Operation(
+                "/v1/responses",
+                _POST,
+                "Answer a conversation, as items",
+                request=r.ResponsesRequest,
+                response=r.ResponseObject,
+                event=r.ResponseStreamEvent,
+            ),
+            ResponsesEndpoint(context),
+        ),
+        (
+            Operation(
+                "/v1/responses/input_tokens",
+                _POST,
+                "Prompt tokens that such a conversation has",
+                request=r.ResponsesRequest,
+                response=r.InputTokens,
+            ),
+            InputTokensEndpoint(context),
+        ),
         (
             Operation(
                 "/v1/messages",

@@ -27,6 +27,7 @@ from atom.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage
 from atom.entrypoints.openai.reasoning import (
     HARMONY,
     PROMPT_TAIL_CHARS,
+    ReasoningCounter,
     ReasoningDialect,
     StartState,
     start_state,
@@ -56,6 +57,7 @@ from atom.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from atom.entrypoints.openai.answers import AnswerWriter
+    from atom.entrypoints.openai.logprobs import TokenBytes
     from atom.model_engine.answer_stops import StopGate
     from atom.model_engine.io_processor import Prompt
     from atom.model_engine.messages import CompiledGuide
@@ -87,6 +89,7 @@ class PreparedChat:
 
     Attributes:
         num_logprobs: alternatives to tell a token; None for no log-probabilities.
+        dialect, start: how the model marks its thinking, and how every answer starts.
         ignored: fields that have no effect on this model.
     """
 
@@ -98,11 +101,19 @@ class PreparedChat:
     guide: "CompiledGuide | None"
     stop_gate: "StopGate | None"
     make_parser: Callable[[], AnswerParser]
+    dialect: ReasoningDialect | None
+    start: StartState
     ignored: list[str]
 
     def readers(self) -> list["AnswerReader"]:
         """One for each of the n answers."""
         return [AnswerReader(self.make_parser(), self.policy.max_calls) for _ in range(self.params.n)]
+
+    def reasoning_counter(self, tokenizer: "TokenBytes") -> ReasoningCounter | None:
+        """For one answer; None where no answer can have thinking."""
+        if self.dialect is None or self.start == "answer":
+            return None
+        return ReasoningCounter(self.dialect, self.start, tokenizer)
 
     def job(self, writer: "AnswerWriter", request_id: str, ignored: list[str]) -> Job:
         """The job whose answers go to ``writer``; ``ignored`` are further fields without effect."""
@@ -194,6 +205,8 @@ async def prepare_chat(context: ServerContext, request: ChatCompletionRequest) -
         await compile_guide(context.engine, guide),
         None if context.stops_in_reasoning else stop_gate(dialect, start),
         make_parser,
+        dialect,
+        start,
         ignored,
     )
 

@@ -19,6 +19,8 @@ OTHER_ROUTES = {
     "/v1/audio": "audio",
     "/v1/videos": "videos",
     "/v1/realtime": "realtime sessions",
+    "/v1/responses/compact": "compaction of conversations",
+    "/v1/responses": "stored responses",
     "/v1/files": "files",
     "/v1/uploads": "uploads",
     "/v1/batches": "batches",

@@ -32,6 +32,12 @@ def sse_frame(value: Any) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
+def event_frame(event: Any) -> bytes:
+    """A server-sent event that is named by the tag of its struct."""
+    name: str = type(event).__struct_config__.tag
+    return b"event: " + name.encode() + b"\ndata: " + encode_json(event) + b"\n\n"
+
+
 def header(scope: Scope, name: bytes) -> str | None:
     for key, value in scope["headers"]:
         if key == name:

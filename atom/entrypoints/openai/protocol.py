@@ -47,7 +47,9 @@ IGNORED_COMPLETION = frozenset({"prompt_cache_key", "safety_identifier", "servic
 IGNORED_CHAT = IGNORED_COMPLETION | {"prediction", "prompt_cache_retention", "verbosity"}
 
 
-def _unsupported_struct(name: str, fields: dict[str, tuple[Any, ...]], base: type[msgspec.Struct]) -> type:
+def unsupported_struct(name: str, fields: dict[str, tuple[Any, ...]], base: type[msgspec.Struct]) -> type:
+    """A struct that adds ``fields`` to ``base``, each told as not supported but for these values."""
+
     def field(allowed: tuple[Any, ...]) -> Any:
         values = " or ".join(["null", *(msgspec.json.encode(value).decode() for value in allowed)])
         return Annotated[Any, msgspec.Meta(description=f"Not supported: only {values} is accepted")]
@@ -120,10 +122,10 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-_CompletionBase = _unsupported_struct(
+_CompletionBase = unsupported_struct(
     "_CompletionBase", UNSUPPORTED_EVERYWHERE | UNSUPPORTED_COMPLETION, GenerationFields
 )
-_ChatBase = _unsupported_struct("_ChatBase", UNSUPPORTED_EVERYWHERE | UNSUPPORTED_CHAT, GenerationFields)
+_ChatBase = unsupported_struct("_ChatBase", UNSUPPORTED_EVERYWHERE | UNSUPPORTED_CHAT, GenerationFields)
 
 
 class CompletionRequest(_CompletionBase, kw_only=True):

@@ -7,8 +7,10 @@ Afterwards only what could be the beginning of a marker is held back. Line break
 framing and dropped.
 """
 
+import codecs
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from atom.entrypoints.openai.tool_parsers.harmony import (
     CHANNEL,
@@ -23,6 +25,9 @@ from atom.entrypoints.openai.tool_parsers.reader import Malformed, Markers, Read
 from atom.entrypoints.openai.tool_parsers.registry import unknown_name
 from atom.errors import ConfigError
 from atom.model_engine.answer_stops import StopGate
+
+if TYPE_CHECKING:
+    from atom.entrypoints.openai.logprobs import TokenBytes
 
 UNDECIDED_CHARS = 100
 PROMPT_TAIL_CHARS = 256  # all of a rendered prompt that is looked at
@@ -284,3 +289,31 @@ class HarmonyReasoningParser(ReasoningParser):
     def _answer(self, text: str) -> None:
         self.has_answer = True
         super()._answer(text)
+
+
+class ReasoningCounter:
+    """Counts the tokens of one answer's thinking, its marks included. It reads the tokens one by one, for a
+    delta may hold both thinking and answer."""
+
+    def __init__(self, dialect: ReasoningDialect, start: StartState, tokenizer: "TokenBytes"):
+        self._parser = make_reasoning_parser(dialect, start)
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_tokens = 0
+        self._has_reasoning = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens before the answer; 0 if it was no thinking that came before."""
+        return self._num_tokens if self._has_reasoning else 0
+
+    def add(self, token_ids: Iterable[int]) -> int:
+        """Read the next tokens; how many of them came before the answer began."""
+        num_before = self._num_tokens
+        for token_id in token_ids:
+            if self._parser.has_answer:
+                break
+            reasoning, _ = self._parser.feed(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+            self._has_reasoning = self._has_reasoning or bool(reasoning)
+            self._num_tokens += 1
+        return self._num_tokens - num_before

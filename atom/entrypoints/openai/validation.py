@@ -7,7 +7,8 @@ other ceilings are in ``limits``. Messages and tools are checked in ``chat_valid
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -63,6 +64,28 @@ def require(ok: bool, field: str, rule: str, value: object) -> None:
         raise RequestError(f"{field} must be {rule}, got {value!r}", param=field)
 
 
+def own_name(field: str, names: Mapping[str, str]) -> str:
+    """A field of the chat API as another API calls it; ``names`` maps whole fields or what they begin with."""
+    for chat_name, name in names.items():
+        if field == chat_name or field.startswith((f"{chat_name}.", f"{chat_name}[")):
+            return name + field[len(chat_name) :]
+    return field.replace(".function.", ".")
+
+
+@contextmanager
+def own_field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the chat core, with the fields named as ``names`` has them."""
+    try:
+        yield
+    except RequestError as error:
+        param = error.param or ""
+        name = own_name(param, names)
+        if name == param:
+            raise
+        message = error.message.replace(param, name, 1)
+        raise RequestError(message, param=name, status=error.status, code=error.code) from None
+
+
 def decode_body(
     body: bytes, request_type: type[T], *, ignored: Iterable[str] = (), strict: bool = False
 ) -> tuple[T, list[str]]:
@@ -112,10 +135,10 @@ def decode_request(body: bytes, request_type: type[R], strict: bool = False) -> 
     is_chat = issubclass(request_type, ChatCompletionRequest)
     ignored = IGNORED_CHAT if is_chat else IGNORED_COMPLETION
     request, told = decode_body(body, request_type, ignored=ignored, strict=strict)
-    _check_supported(
+    check_supported(
         request, UNSUPPORTED_EVERYWHERE | (UNSUPPORTED_CHAT if is_chat else UNSUPPORTED_COMPLETION)
     )
-    _check_shared(request)
+    check_shared(request)
     if request.stream_options is not None and request.stream_options.include_obfuscation:
         told.append("stream_options.include_obfuscation")
     return request, told
@@ -140,7 +163,8 @@ def check_free_form(field: str, value: Any, max_bytes: int) -> None:
         ]
 
 
-def _check_supported(request: GenerationFields, table: Mapping[str, Sequence[Any]]) -> None:
+def check_supported(request: msgspec.Struct, table: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse a field of ``table`` that asks for anything but its values."""
     for field, allowed in table.items():
         value = getattr(request, field)
         if value is None or any(value == item and type(value) is type(item) for item in allowed):
@@ -152,7 +176,8 @@ def _check_supported(request: GenerationFields, table: Mapping[str, Sequence[Any
         )
 
 
-def _check_shared(request: GenerationFields) -> None:
+def check_shared(request: GenerationFields) -> None:
+    """Refuse a generating request whose labels, stops or priority are out of range."""
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true, got false", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -288,7 +313,7 @@ def check_context(
 
     ``source`` and ``field`` are what the client calls the prompt and ``max_tokens``.
     """
-    if max_tokens is None and num_prompt_tokens + min_tokens > limit:
+    if max_tokens is None and min_tokens and num_prompt_tokens + min_tokens > limit:
         field, max_tokens = "min_tokens", min_tokens
     if num_prompt_tokens >= limit:
         wanted = "an answer" if max_tokens is None else f"the {max_tokens} of {field}"

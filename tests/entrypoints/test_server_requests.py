@@ -324,6 +324,8 @@ def test_routes_that_tell(http, engine):
     )  # fmt: skip
     assert info["device"] == "fake" and info["startup_phases"]["load"] == 1.5
     assert set(http.get("/version").json()) == {"version"}
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert http.get("/tokenizer_info").json() == {**tokens, "chat_template": engine.tokenizer.chat_template}
 
 
 def test_unknown_route_and_method(http):

@@ -19,6 +19,8 @@ SCHEMA = {
 }
 TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": SCHEMA}}
 
+GUIDES = {"response_format", "guided_choice", "guided_regex", "structured_outputs"}
+
 DEEP = json.loads("[" * 60 + "]" * 60)
 ODD_VALUES: tuple[Any, ...] = (
     *(-1, 0, 1, 7, 1025, 2**31, 2**63 - 1, 2**63, 2**70, -(2**63), -(2**70)),
@@ -52,8 +54,8 @@ ROUTES_TO_READ = (
 class RandomRequest:
     """A request and what becomes of it.
 
-    ``must_work``: nothing in it may be refused. ``leaves_after``: the client goes away when it has written so
-    many bytes of the request (below 0) or read so many of the answer (0 and above); None: it waits for the end.
+    ``must_work``: nothing in it may be refused. ``leaves_after``: the client goes away so many bytes before the
+    request's end (below 0), or after so many of the answer (0 and above); None: it waits for the end.
     """
 
     method: str
@@ -84,8 +86,7 @@ class RequestMaker:
         (route,) = pick.choices([*self._routes], [*self._routes.values()])
         request = route()
         if request.body and pick.random() < 0.12:
-            # Often before the first byte of the answer, or after a piece of it.
-            request.leaves_after = pick.choice((-1, 0, 0, 1, 200, 600))
+            request.leaves_after = pick.choice((-20, -1, 0, 0, 1, 200, 600))
         return request
 
     # -- pieces
@@ -166,9 +167,9 @@ class RequestMaker:
 
     def _spoiled(self, value: Any) -> Any:
         """``value`` with an odd one in its place, or somewhere inside it."""
-        keys = (
-            [*value] if isinstance(value, dict) else [*range(len(value))] if isinstance(value, list) else []
-        )
+        keys: list[Any] = []
+        if isinstance(value, (dict, list)):
+            keys = [*value] if isinstance(value, dict) else [*range(len(value))]
         if not keys or self._chance(0.4):
             return self._random.choice(ODD_VALUES)
         spoiled, key = value.copy(), self._random.choice(keys)
@@ -204,12 +205,7 @@ class RequestMaker:
         body["messages"] = self._conversation()
         if self._chance(0.3):
             body |= {"logprobs": True, "top_logprobs": pick.randint(0, 4)}
-        if self._chance(0.25) and not {
-            "response_format",
-            "guided_choice",
-            "guided_regex",
-            "structured_outputs",
-        } & set(body):
+        if self._chance(0.25) and not GUIDES & set(body):
             body.pop("ignore_eos", None)
             named = {"type": "function", "function": {"name": "look"}}
             body |= {"tools": [TOOL], "tool_choice": pick.choice(("auto", "none", "required", named))}

@@ -46,7 +46,9 @@ async def send(host: str, port: int, request: RandomRequest) -> Answer | None:
             head += f"Content-Type: {request.content_type}\r\n"
         head += f"Content-Length: {len(request.body)}\r\n\r\n"
         leaves = request.leaves_after
-        writer.write(head.encode() + (request.body if leaves is None or leaves >= 0 else request.body[:-1]))
+        writer.write(
+            head.encode() + (request.body if leaves is None or leaves >= 0 else request.body[:leaves])
+        )
         await writer.drain()
         if leaves is not None:
             if leaves > 0:
@@ -130,11 +132,12 @@ def test_ten_thousand_random_requests_leave_nothing_behind(server):
     )
     server.check_at_rest()
     process = psutil.Process(server.pid)
+    # One may stay open: that over which the metrics are read.
     wait_for(
-        lambda: not open_connections(process), 10, "the server has closed every connection of the clients"
+        lambda: num_connections(process) <= 1, 10, "the server has closed the connections of its clients"
     )
     assert process.num_threads() <= num_threads + 8
 
 
-def open_connections(process: psutil.Process) -> list:
-    return [c for c in process.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED][1:]
+def num_connections(process: psutil.Process) -> int:
+    return sum(c.status == psutil.CONN_ESTABLISHED for c in process.net_connections("tcp"))

@@ -64,7 +64,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, field)
             _check(-2 <= value <= 2, field, "in [-2, 2]", value)
-        _check(0 < self.repetition_penalty <= 10, "repetition_penalty", "in (0, 10]", self.repetition_penalty)
+        # Logits are divided by it: what is next to 0 makes them infinite.
+        value = self.repetition_penalty
+        _check(0.01 <= value <= 10, "repetition_penalty", "in [0.01, 10]", value)
         if self.guide is not None:
             rule = "false with a guide: the answer ends where its grammar ends"
             _check(not self.ignore_eos, "ignore_eos", rule, self.ignore_eos)

@@ -130,6 +130,7 @@ def test_sampling_fields_reach_the_engine(http, engine):
         ("seed", 2**63, "seed"),
         ("presence_penalty", 2.1, "presence_penalty"),
         ("repetition_penalty", 0, "repetition_penalty"),
+        ("repetition_penalty", 1e-320, "repetition_penalty"),
         ("stop", ["a"] * 65, "stop"),
         ("stop", [""], "stop"),
         ("stop", "s" * 1025, "stop"),
@@ -324,6 +325,8 @@ def test_routes_that_tell(http, engine):
     )  # fmt: skip
     assert info["device"] == "fake" and info["startup_phases"]["load"] == 1.5
     assert set(http.get("/version").json()) == {"version"}
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert http.get("/tokenizer_info").json() == {**tokens, "chat_template": engine.tokenizer.chat_template}
 
 
 def test_unknown_route_and_method(http):
@@ -365,6 +368,9 @@ def test_other_content_types_are_refused(http):
         headers = {"content-type": content_type} if content_type else {}
         answer = http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers)
         assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
+    large = {"content-type": "text/plain", "connection": "close"}
+    for _ in range(5):  # unread bytes would reset the connection, and the answer with it
+        assert http.post(COMPLETIONS, content=b"x" * 2**20, headers=large).status_code == 415
     headers = {"content-type": "application/json; charset=utf-8"}
     assert http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers).status_code == 200
 

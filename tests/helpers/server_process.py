@@ -204,8 +204,12 @@ class ServerProcess:
         """What must hold after every case: a fresh request works, the metrics add up, no block is lost."""
         fresh = self.ask(prompt="Are you still there?", max_tokens=2, temperature=0, ignore_eos=True)
         assert fresh["finish_reason"] == "length"
-        metrics = self.wait_until_idle()
+        metrics = self.check_at_rest()
         assert finished(metrics) == self.num_answers, (finished(metrics), self.num_answers)
+
+    def check_at_rest(self, timeout_s: float = 5.0) -> dict[str, float]:
+        """What must hold when nobody asks for anything: all is idle, no block or request is lost. The metrics."""
+        metrics = self.wait_until_idle(timeout_s)
         free, total = metrics["kv_cache_blocks_free"], metrics["kv_cache_blocks_total"]
         assert free == total, f"{free:g} of {total:g} cache blocks can be given out"
         assert metrics["kv_cache_blocks_indexed"] <= total
@@ -213,6 +217,7 @@ class ServerProcess:
         assert metrics["http_requests_in_flight"] == 0
         assert self.health().status_code == 200
         assert "Traceback" not in self.log, self.log
+        return metrics
 
 
 def is_idle(metrics: dict[str, float]) -> bool:

@@ -82,15 +82,7 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int = MAX_BO
         RequestError: another content type (415), too large (413) or too slow (408).
         ClientDisconnectedError: the client left before the end.
     """
-    content_type = (header(scope, b"content-type") or "").split(";")[0].strip().lower()
-    if content_type != "application/json" and not content_type.endswith("+json"):
-        # A browser may send other types across origins without asking; a server on loopback must not obey them.
-        raise RequestError(
-            f"content-type must be application/json, got {content_type or 'none'!r}",
-            param="content-type",
-            status=415,
-            code="unsupported_media_type",
-        )
+    refusal = _refused_type(scope)
     declared = header(scope, b"content-length") or "0"
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes, declared)
@@ -106,15 +98,35 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int = MAX_BO
                 size += len(chunk)
                 if size > max_bytes:
                     raise _too_large(max_bytes, f"at least {size}")
-                chunks.append(chunk)
+                if refusal is None:
+                    chunks.append(chunk)
                 if not message.get("more_body", False):
-                    return b"".join(chunks)
+                    break
     except TimeoutError:
         raise RequestError(
             f"body must arrive within {BODY_TIMEOUT_S:.0f} s, got {size} bytes",
             status=408,
             code="request_timeout",
         ) from None
+    if refusal is not None:
+        raise refusal  # only now: closing a connection with unread bytes may cost the client the answer
+    return b"".join(chunks)
+
+
+def _refused_type(scope: Scope) -> RequestError | None:
+    """Why the content type of a body is none that we read.
+
+    A browser may send other types across origins without asking; a server on loopback must not obey them.
+    """
+    content_type = (header(scope, b"content-type") or "").split(";")[0].strip().lower()
+    if content_type == "application/json" or content_type.endswith("+json"):
+        return None
+    return RequestError(
+        f"content-type must be application/json, got {content_type or 'none'!r}",
+        param="content-type",
+        status=415,
+        code="unsupported_media_type",
+    )
 
 
 def _encode_headers(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:

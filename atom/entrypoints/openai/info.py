@@ -94,6 +94,11 @@ class InfoHandlers:
             }
         )
 
+    async def tokenizer_info(self, scope: Scope) -> Told:
+        tokenizer, template = self._context.engine.tokenizer, self._context.chat_template
+        source = None if template is None else template.source
+        return Told(protocol.TokenizerInfo(tokenizer.bos_token, tokenizer.eos_token, source))
+
     async def metrics(self, scope: Scope) -> Told:
         metrics = self._context.metrics
         metrics.refresh()

@@ -22,14 +22,16 @@ class Operation:
     request: Any = None
     response: Any = None
     event: Any = None  # what each server-sent event of a streamed answer carries
+    error: Any = ErrorBody  # of every status but 200
     media_type: str = "application/json"
 
 
 def make_document(operations: Sequence[Operation]) -> dict[str, Any]:
     """An OpenAPI 3.1 document of ``operations``."""
-    types = [ErrorBody]
+    types = []
     for operation in operations:
-        types += [t for t in (operation.request, operation.response, operation.event) if t is not None]
+        own = (operation.request, operation.response, operation.event, operation.error)
+        types += [t for t in own if t is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     schema_of = dict(zip(map(str, types), schemas, strict=True))
     paths: dict[str, Any] = {}
@@ -50,10 +52,11 @@ def _describe(operation: Operation, path: str, method: str, schema_of: dict[str,
     def content(kind: Any, media_type: str) -> dict[str, Any]:
         return {media_type: {"schema": {"type": "string"} if kind is None else schema_of[str(kind)]}}
 
-    error = {"description": "Error", "content": content(ErrorBody, "application/json")}
+    error = {"description": "Error", "content": content(operation.error, "application/json")}
     answer = content(operation.response, operation.media_type)
     if operation.event is not None:
-        answer |= content(operation.event, "text/event-stream")
+        carried = [schema_of[str(kind)] for kind in (operation.event, operation.error)]
+        answer["text/event-stream"] = {"schema": _event_schema(carried)}
     description: dict[str, Any] = {
         "operationId": f"{method.lower()}_{path.strip('/').replace('/', '_').translate({123: '', 125: '', 46: '_'})}",
         "summary": operation.summary,
@@ -68,3 +71,11 @@ def _describe(operation: Operation, path: str, method: str, schema_of: dict[str,
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         ]
     return description
+
+
+def _event_schema(carried: list[dict[str, Any]]) -> dict[str, Any]:
+    """A server-sent event whose data is JSON of one of the schemas ``carried``, or OpenAI's mark of the end."""
+    json_data = {"contentMediaType": "application/json", "contentSchema": {"anyOf": carried}}
+    data = {"type": "string", "if": {"not": {"const": "[DONE]"}}, "then": json_data}
+    properties = {"data": data, "event": {"type": "string"}}
+    return {"type": "object", "properties": properties, "required": ["data"]}

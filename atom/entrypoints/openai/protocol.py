@@ -251,6 +251,12 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct):
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None  # Jinja, as chat requests run it
+
+
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
 

@@ -150,6 +150,29 @@ def test_forced_calls_of_a_random_model_keep_to_the_schema(tool_server, choice):
     assert json.loads(call["function"]["arguments"])["city"] in ("Brno", "Oslo")
 
 
+def test_tools_beside_a_response_format_give_a_call_or_that_form(tool_server):
+    seen = set()
+    schema = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}
+    for seed in range(12):
+        told = tool_server.post(
+            CHAT,
+            messages=USER_HI,
+            tools=[TOOL],
+            response_format=schema,
+            parallel_tool_calls=False,
+            temperature=1,
+            seed=seed,
+            max_tokens=200,
+            logit_bias=dict.fromkeys((9, 10, 13, 32), -100) | {60: 2 * (seed % 2) * 5},  # "<" begins a call
+        ).json()["choices"][0]
+        message, is_call = told["message"], told["finish_reason"] == "tool_calls"
+        seen.add(told["finish_reason"])
+        text = message["tool_calls"][0]["function"]["arguments"] if is_call else message["content"]
+        value = json.loads(text)
+        assert value["city"] in ("Brno", "Oslo") and (is_call or isinstance(value["big"], bool)), told
+    assert seen == {"tool_calls", "stop"}
+
+
 def test_D3_queue_is_bounded_and_says_when_to_come_back(tool_server):
     barrier = threading.Barrier(32)
 

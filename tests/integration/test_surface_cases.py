@@ -73,6 +73,21 @@ def test_L2_prompt_logprobs_have_a_row_a_token_warm_or_cold(server):
         )
 
 
+def test_L1_L2_a_prompt_of_one_token_has_its_null(server):
+    scored = server.ask(prompt=[65], prompt_logprobs=1, echo=True, logprobs=1, max_tokens=0)
+    assert scored["prompt_logprobs"] == [None]
+    assert scored["logprobs"]["tokens"] == ["A"] and scored["logprobs"]["token_logprobs"] == [None]
+    for path, body in ((COMPLETIONS, {"prompt": [65]}), (CHAT, {"messages": USER_HI})):
+        body |= {"prompt_logprobs": 1, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        plain = server.post(path, **body).json()
+        first, *later = server.read_stream(path, **body)
+        if path == COMPLETIONS:
+            (plain,), (first,) = plain["choices"], first["choices"]
+            later = [choice for chunk in later for choice in chunk["choices"]]
+        assert first["prompt_logprobs"] == plain["prompt_logprobs"]
+        assert not any("prompt_logprobs" in one for one in later)
+
+
 @pytest.mark.parametrize(
     "fields, param",
     [

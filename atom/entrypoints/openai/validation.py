@@ -155,8 +155,6 @@ def _check_supported(request: GenerationFields, table: Mapping[str, Sequence[Any
 def _check_shared(request: GenerationFields) -> None:
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true, got false", param="stream_options")
-    if request.prompt_logprobs is not None and request.stream:
-        raise RequestError("prompt_logprobs needs stream to be false, got true", param="prompt_logprobs")
     if request.cache_salt is not None:
         salt = request.cache_salt
         ok = len(salt) <= MAX_SALT_CHARS and _SALT.fullmatch(salt) is not None

@@ -102,12 +102,14 @@ def test_L1_L2_a_prompt_of_one_token_has_its_null(server):
         ),
     ],
 )
-def test_F4_F5_F6_bad_guide_is_a_400_and_hurts_nobody(server, fields, param):
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_F4_F5_F6_bad_guide_is_a_400_and_hurts_nobody(server, path, fields, param):
     server.post(prompt="x", max_tokens=2, guided_choice=["a"])  # the compiler has started
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(lambda: server.post(prompt="x", max_tokens=100, ignore_eos=True))
         began = time.monotonic()
-        answer = server.post(prompt="x", **fields)
+        body = {"prompt": "x"} if path == COMPLETIONS else {"messages": USER_HI}
+        answer = server.post(path, **body, **fields)
         assert time.monotonic() - began < 1
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param

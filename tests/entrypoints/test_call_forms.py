@@ -50,8 +50,9 @@ LIMITED = {
         "part": {"type": "string", "pattern": "b"},
         "name": {"type": "string", "minLength": 1, "maxLength": 12},
         "only": {"const": "here"},
+        "TYPE": {"type": "string", "maxLength": 20},
     },
-    "required": ["code", "part", "name", "only"],
+    "required": ["code", "part", "name", "only", "TYPE"],
 }
 NONE = {"type": "object", "properties": {}, "additionalProperties": False}
 FREE = {"type": "object", "additionalProperties": {"type": "integer"}}
@@ -150,6 +151,7 @@ def read(parser, tools, text: str):
     """The calls of a whole answer, which must be nothing else and valid."""
     content, calls = parser(tools).parse_all(text + "<|call|>" * (parser.name == "harmony"))
     assert not content.strip() and calls, text
+    assert len({call.id for call in calls}) == len(calls)
     schemas = {one["function"]["name"]: one["function"]["parameters"] for one in tools}
     for call in calls:
         schema = schemas[call.name]
@@ -229,6 +231,7 @@ def test_the_form_is_the_one_that_models_are_trained_on(libraries, name, backend
     [
         FREE,
         {"type": "object"},
+        {"type": "object", "properties": {"a": {"type": "string", "maxLength": 20_000}}},
         {"type": "object", "properties": {"a>b": {"type": "string"}}},
         {"type": "object", "properties": {"when": {"type": "string", "format": "date"}}},
         {"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}},

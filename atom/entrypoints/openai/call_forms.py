@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 
-from atom.entrypoints.openai.tool_parsers import kimi, kimi_k3, minimax
+from atom.entrypoints.openai.tool_parsers import dsml, kimi, kimi_k3, minimax
 from atom.entrypoints.openai.tool_parsers.base import ToolParser
-from atom.entrypoints.openai.tool_parsers.dsml import PARAMETER_END, SECTIONS, DsmlParser
 from atom.entrypoints.openai.tool_parsers.glm import GlmParser
 from atom.entrypoints.openai.tool_parsers.harmony import HarmonyParser
 from atom.entrypoints.openai.tool_parsers.hermes import HermesParser
@@ -155,16 +154,13 @@ KIMI_K3 = CallForm(
 )
 
 
-DSML_MARK = "｜DSML｜"
-
-
 def _dsml(mark: str, section: str, stated: str) -> CallForm:
     return CallForm(
-        DsmlParser,
+        dsml.DsmlParser,
         begin=f'<{mark}invoke name="NAME">\n',
         end=f"</{mark}invoke>",
         argument=ArgumentForm(
-            f'<{mark}parameter name="KEY"{stated}>', f"</{mark}parameter>\n", PARAMETER_END.literals
+            f'<{mark}parameter name="KEY"{stated}>', f"</{mark}parameter>\n", dsml.PARAMETER_END.literals
         ),
         json_begin="",
         json_end="\n",
@@ -180,11 +176,11 @@ def call_form(dialect: type[ToolParser] | None, template: str = "") -> CallForm:
     """The form of the model's own dialect; Hermes' where it is not known: a grammar can make a model write that
     whatever it was trained on. ``template``, the chat template's text, tells the variants of one dialect apart.
     """
-    if dialect is DsmlParser:
+    if dialect is dsml.DsmlParser:
         if "<minimax:tool_call>" in template:
             return _dsml("", "minimax:tool_call", "")
-        section = next((name for name in SECTIONS if DSML_MARK + name in template), SECTIONS[0])
-        return _dsml(DSML_MARK, DSML_MARK + section, ' string="IS_STRING"')
+        section = next((name for name in dsml.SECTIONS if dsml.MARK + name in template), dsml.SECTIONS[0])
+        return _dsml(dsml.MARK, dsml.MARK + section, ' string="IS_STRING"')
     return _FORMS.get(dialect, HERMES) if dialect else HERMES
 
 
@@ -197,7 +193,9 @@ _ANNOTATIONS = frozenset(
     ("$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "strict")
 )
 _VALUES = ("enum", "const")
+MAX_COUNTED_CHARS = 128  # llguidance keeps a state a character, times those that look for the end mark
 _KEY = re.compile(r"[\w.\-]{1,128}", re.ASCII)
+_REFERENCE = re.compile(r'"\$ref":"([^"]*)"')
 _ANCHORS = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+\]|(?P<anchor>[$^])", re.DOTALL)
 
 
@@ -230,9 +228,9 @@ def _argument(
     if "TYPE" in form.begin and len(types) != 1 and not is_string:
         return None
     kind = "string" if is_string else next(iter(types), "")
-    begin = form.begin.replace("KEY", key).replace("IS_STRING", "true" if is_string else "false")
+    begin = form.begin.replace("TYPE", "number" if kind == "integer" else kind)
     fixed = {
-        "begin": begin.replace("TYPE", "number" if kind == "integer" else kind),
+        "begin": begin.replace("IS_STRING", "true" if is_string else "false").replace("KEY", key),
         "end": form.end.replace("KEY", key),
         "is_optional": is_optional,
     }
@@ -275,10 +273,13 @@ def _is_writable(value: str, form: ArgumentForm) -> bool:
 
 
 def _patterns(schema: dict[str, Any]) -> tuple[str, ...] | None:
-    """Regular expressions for what a schema says of a string; None if one has an anchor within."""
+    """Regular expressions for what a schema says of a string; None if one has an anchor within or a length too
+    large to count."""
     patterns = []
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if not isinstance(least, int) or not isinstance(most or 0, int):
+        return None
+    if max(least, most or 0) > MAX_COUNTED_CHARS:
         return None
     if least or most != "":
         patterns.append(rf"(.|\n){{{least},{most}}}")
@@ -302,9 +303,6 @@ def _with_definitions(schema: Any, root: dict[str, Any]) -> str | None:
     whole = _json({**schema, **definitions})
     references = _REFERENCE.findall(whole)
     return whole if all(one.startswith(("#/$defs/", "#/definitions/")) for one in references) else None
-
-
-_REFERENCE = re.compile(r'"\$ref":"([^"]*)"')
 
 
 def _json(value: Any) -> str:

@@ -19,7 +19,9 @@ MAX_CHOICES = 1024
 MAX_TAGS = 128
 MAX_MARKER_CHARS = 256  # of ``start_after``
 
-GuideKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural"]
+MAX_ARGUMENTS = 512  # of all tags together
+
+GuideKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural", "calls"]
 GuideBackend = Literal["auto", "xgrammar", "llguidance"]
 
 # Possessive, so that an unclosed string costs one pass over the text and not one from each of its quotes.
@@ -39,16 +41,49 @@ _SCHEMAS = (
 )  # fmt: skip
 
 
+class Argument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One argument of a call that writes each between two fixed texts.
+
+    A value without ``schema`` is text as it stands: one of ``choices``, or without them whatever matches all
+    ``patterns`` (regular expressions for the whole text).
+    """
+
+    begin: str
+    end: str
+    schema: str = ""
+    choices: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()  # llguidance only
+    is_optional: bool = False
+
+
 class Tag(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A stretch of the answer between two fixed texts, such as one tool call.
 
-    Special tokens of the model may stand in ``begin`` and ``end``.
+    Special tokens of the model may stand in ``begin`` and ``end``. Between them is JSON after ``schema``, or the
+    ``arguments`` in their order, or with neither any text.
     """
 
     begin: str  # starts with one of the guide's triggers, or with a special token
     end: str = ""
-    schema: str = ""  # JSON schema of what is between them; "": any text
+    schema: str = ""
     style: str = "json"  # how values are written: json, or an XML style of xgrammar (qwen_xml, glm_xml, ...)
+    arguments: tuple[Argument, ...] | None = None
+    forbidden: tuple[str, ...] = ()  # what no argument's text may contain
+    number_end: str = ""  # if given, a number of up to four digits and this text follow ``begin``
+
+    @property
+    def schemas(self) -> list[str]:
+        """Every JSON schema in it."""
+        return [schema for schema in (self.schema, *(a.schema for a in self.arguments or ())) if schema]
+
+    @property
+    def texts(self) -> list[str]:
+        """Every text in it."""
+        texts = [self.begin, self.end, self.schema, self.number_end, *self.forbidden]
+        for argument in self.arguments or ():
+            texts += (argument.begin, argument.end, argument.schema)
+            texts += argument.choices + argument.patterns
+        return texts
 
 
 class Guide(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -56,10 +91,14 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         kind: ``json_object``; ``json_schema``, ``regex`` and ``grammar`` (EBNF, ``root ::= ...``) with ``text``;
-            ``choice`` with ``choices``; ``structural`` with ``tags`` and ``triggers``.
+            ``choice`` with ``choices``; ``structural`` with ``tags`` and ``triggers``; ``calls`` with ``tags``.
         triggers: free text runs until one of them appears; then a tag that begins so must follow. Not needed
             for tags that begin with a special token.
         at_least_one: the answer starts with a tag. ``stop_after_first``: it ends after one.
+        opening, separator, closing: the answer of ``calls`` is the first, tags with the second between them, and
+            the third; there is no free text.
+        otherwise: what the answer of ``calls`` may be in place of calls; its own ``start_after`` and ``backend``
+            count for nothing.
         start_after: the answer is free until this text has been generated (``</think>``).
         field: how the client spells the field, for messages.
 
@@ -74,14 +113,18 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     triggers: tuple[str, ...] = ()
     at_least_one: bool = False
     stop_after_first: bool = False
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+    otherwise: "Guide | None" = None
     backend: GuideBackend = "auto"
     start_after: str | None = None
     field: str = "guide"
 
     def __post_init__(self) -> None:
-        texts = [self.text, *self.choices, *self.triggers]
+        texts = [self.text, *self.choices, *self.triggers, self.opening, self.separator, self.closing]
         for tag in self.tags:
-            texts += (tag.begin, tag.end, tag.schema)
+            texts += tag.texts
         try:
             size = sum(len(text.encode()) for text in texts)
         except UnicodeEncodeError as error:
@@ -101,13 +144,23 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 self._check_depth(_GRAMMAR_BRACKETS, self.text)
             case "choice":
                 self._check_choices()
-            case "structural":
+            case "structural" | "calls":
                 self._check_tags()
 
     @property
     def has_json(self) -> bool:
         """Whether JSON is among what the answer holds."""
-        return self.kind.startswith("json") or any(tag.schema for tag in self.tags)
+        return (
+            bool(self.schemas)
+            or self.kind == "json_object"
+            or bool(self.otherwise and self.otherwise.has_json)
+        )
+
+    @property
+    def schemas(self) -> list[str]:
+        """Every JSON schema in it, but for those of ``otherwise``."""
+        own = [self.text] if self.kind == "json_schema" else []
+        return own + [schema for tag in self.tags for schema in tag.schemas]
 
     def error(self, text: str) -> RequestError:
         """A RequestError that begins with the field's name."""
@@ -142,10 +195,18 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         self._check_limit("tags", len(self.tags), MAX_TAGS)
         self._check_limit("triggers", len(self.triggers), MAX_TAGS)
         if not self.tags or not all(tag.begin for tag in self.tags) or not all(self.triggers):
-            raise self.error("of kind structural must have tags with a non-empty begin, and no empty trigger")
+            raise self.error(
+                f"of kind {self.kind} must have tags with a non-empty begin, and no empty trigger"
+            )
+        self._check_limit("arguments", sum(len(tag.arguments or ()) for tag in self.tags), MAX_ARGUMENTS)
         for tag in self.tags:
-            if tag.schema:
-                self._check_schema(tag.schema)
+            for schema in tag.schemas:
+                self._check_schema(schema)
+            for argument in tag.arguments or ():
+                for pattern in argument.patterns:
+                    check_regex(self, pattern)
+        if self.otherwise is not None and self.otherwise.kind in ("structural", "calls"):
+            raise self.error(f"of kind calls may otherwise be no {self.otherwise.kind}")
 
 
 def _check_subschema(guide: Guide, schema: Any, path: str) -> None:

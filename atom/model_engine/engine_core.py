@@ -314,6 +314,7 @@ _METRICS = {
     "kv_cache_blocks_evictable": "kv_blocks_cached",
     "kv_cache_blocks_total": "kv_blocks_total",
     "kv_cache_blocks_indexed": "kv_blocks_indexed",
+    "prefix_cache_requests": "prefix_requests",
     "prefix_cache_cached_tokens": "prefix_hit_tokens",
     "prefix_cache_full_tokens": "prefix_query_tokens",
     "cache_integrity_faults": "integrity_faults",

@@ -460,6 +460,7 @@ class Scheduler:
             "oldest_running_s": self._oldest_age(roster.running),
             "preemptions": life.num_preemptions,
             "steps": self._step,
+            "prefix_requests": life.num_prefix_requests,
             "prefix_query_tokens": life.num_prefix_queries,
             "prefix_hit_tokens": life.num_prefix_hits,
             "prefix_walks": self.manager.num_walks,

@@ -200,7 +200,7 @@ def test_forced_calls_are_a_grammar(http, engine, choice, names, is_single):
     answer = http.post(CHAT, json=body).json()["choices"][0]
     assert answer["finish_reason"] == "tool_calls"
     guide = engine.requests[-1][1].guide
-    assert guide.kind == "structural" and guide.at_least_one and guide.stop_after_first is is_single
+    assert guide.kind == "calls" and guide.otherwise is None and guide.stop_after_first is is_single
     assert [tag.begin for tag in guide.tags] == [
         f'<tool_call>\n{{"name": "{n}", "arguments": ' for n in names
     ]
@@ -233,7 +233,6 @@ def test_strict_tools_are_a_grammar_that_leaves_text_free(http, engine):
         ),
         ({"tools": [CLOCK], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [CLOCK], "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": {}}, "tools"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
@@ -392,6 +391,54 @@ GUIDES = [
     ({"structured_outputs": {"json_object": True}}, ("json_object", "structured_outputs.json_object")),
     ({"structured_outputs": {"choice": ["a"]}}, ("choice", "structured_outputs.choice")),
 ]
+
+
+ASKED = [(fields, expected) for fields, expected in GUIDES if expected]
+
+
+@pytest.mark.parametrize("fields, expected", ASKED)
+def test_a_form_of_the_answer_beside_tools_leaves_calls_or_that_form(http, engine, fields, expected):
+    body = {"messages": USER_HI, "tools": [WEATHER, CLOCK], **fields}
+    engine.script = says('<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')
+    called = http.post(CHAT, json=body).json()["choices"][0]
+    assert called["finish_reason"] == "tool_calls" and called["message"]["content"] is None
+    guide = engine.requests[-1][1].guide
+    assert guide.kind == "calls" and (guide.otherwise.kind, guide.otherwise.field) == expected
+    assert len(guide.tags) == 2 and not guide.stop_after_first and engine.guides == [guide]
+    engine.script = says('{"a": 1}')
+    answered = joined(streamed(http, **body))
+    assert answered["content"] == '{"a": 1}' and answered["finish_reason"] == "stop"
+    http.post(CHAT, json={**body, "parallel_tool_calls": False})
+    assert engine.requests[-1][1].guide.stop_after_first
+
+
+def test_a_choice_of_tools_outranks_the_form_of_the_answer(http, engine):
+    body = {"messages": USER_HI, "tools": [WEATHER, CLOCK], "response_format": {"type": "json_object"}}
+    http.post(CHAT, json={**body, "tool_choice": "none"})
+    assert engine.requests[-1][1].guide.kind == "json_object"
+    for choice in ("required", {"type": "function", "function": {"name": "clock"}}):
+        http.post(CHAT, json={**body, "tool_choice": choice})
+        guide = engine.requests[-1][1].guide
+        assert guide.kind == "calls" and guide.otherwise is None
+    thinks = {"chat_template_kwargs": {"opens_thinking": True}}
+    http.post(CHAT, json={**body, **thinks})
+    assert engine.requests[-1][1].guide.start_after == "</think>"
+
+
+def test_a_form_that_cannot_stand_beside_calls_names_both_fields(http, engine, monkeypatch):
+    needs_llguidance = {"allOf": [{"type": "integer", "minimum": 7}, {"maximum": 8}]}
+    monkeypatch.setattr("atom.model_engine.structured.backend.installed_backends", lambda: ["xgrammar"])
+    error = bad(http, CHAT, messages=USER_HI, tools=[CLOCK], guided_json=needs_llguidance)
+    assert error["param"] == "guided_json" and "guided_json together with tools" in error["message"]
+    assert "xgrammar ignores #/allOf" in error["message"]
+
+    async def refuse(guide):
+        raise guide.error("does not compile")
+
+    monkeypatch.setattr(engine, "compile_guide", refuse, raising=False)
+    error = bad(http, CHAT, messages=USER_HI, tools=[CLOCK], guided_regex="a")
+    assert error["param"] == "guided_regex" and "guided_regex together with tools" in error["message"]
+    assert engine.requests == []
 
 
 @pytest.mark.parametrize("fields, expected", GUIDES)

@@ -69,7 +69,7 @@ def test_every_key_opens_the_api(keyed, headers):
         {"authorization": "Bearer wrong", "x-api-key": "sk-one"},
     ],
 )
-def test_a_wrong_or_missing_key_is_a_401_in_openais_form(keyed, headers):
+def test_CVE_2025_59425_a_wrong_or_missing_key_is_a_401_in_openais_form(keyed, headers):
     raw = [(name, value.encode("latin-1")) for name, value in headers.items()]
     answer = keyed.post(COMPLETIONS, json=BODY, headers=raw)
     assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
@@ -77,7 +77,7 @@ def test_a_wrong_or_missing_key_is_a_401_in_openais_form(keyed, headers):
     assert "sk-" not in answer.text
 
 
-def test_every_route_is_closed_unless_listed_open(keyed):
+def test_CVE_2025_59425_every_route_is_closed_unless_listed_open(keyed):
     engine = FakeEngine()
     engine.config.torch_profiler_dir = "/tmp"
     for operation, _ in make_routes(make_context(engine)):
@@ -90,8 +90,8 @@ def test_every_route_is_closed_unless_listed_open(keyed):
     assert keyed.get("/health").json() == {"status": "ok"}
 
 
-def test_administrators_routes_need_their_own_key(keyed):
-    paths = ("/debug/gc_census", "/debug/nothing", "/start_profile", "/stop_profile")
+def test_CVE_2025_59425_administrators_routes_need_their_own_key(keyed):
+    paths = ("/debug/gc_census", "/debug/cache_stats", "/debug/nothing", "/start_profile", "/stop_profile")
     for path in paths:
         refused = keyed.get(path, headers=bearer("sk-one"))
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "admin_only", path

@@ -176,7 +176,6 @@ def test_bad_field_is_named_on_both_routes(http, engine, field, value, param):
         ({"prompt": ["a"] * 20, "n": 100}, "n"),
         ({"prompt": "x", "logprobs": 6}, "logprobs"),
         ({"prompt": "x", "logprobs": True}, "logprobs"),
-        ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
 def test_bad_completion_request(http, engine, body, param):
@@ -288,6 +287,27 @@ def test_prompt_logprobs(http):
     assert rows[1] == {"97": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}
     answer = http.post(CHAT, json={"messages": USER_HI, "prompt_logprobs": 0, "max_tokens": 1}).json()
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("extra", [{}, {"n": 2}, {"max_tokens": 0}, {"max_tokens": 3, "stop": ["Hello"]}])
+def test_L2_prompt_logprobs_stream_once_as_they_are_answered(http, stream, extra):
+    body = {"prompt": ["abc", "d"], "prompt_logprobs": 1, **extra}
+    plain = http.post(COMPLETIONS, json=body).json()["choices"]
+    told: dict[int, list] = {}
+    for chunk in stream(COMPLETIONS, **body):
+        for choice in chunk["choices"]:
+            told.setdefault(choice["index"], []).append(choice.get("prompt_logprobs"))
+    assert len(told) == len(plain)
+    for choice in plain:
+        first, *later = told[choice["index"]]
+        assert first == choice["prompt_logprobs"] and not any(later)
+    body = {"messages": USER_HI, "prompt_logprobs": 1, **extra}
+    whole = http.post(CHAT, json=body).json()
+    first, *later = stream(CHAT, **body)
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert first["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert len(first["prompt_logprobs"]) == whole["usage"]["prompt_tokens"]
+    assert not any("prompt_logprobs" in chunk for chunk in later)
 
 
 def test_chat_template_kwargs_and_generation_prompt(http, engine):

@@ -101,6 +101,7 @@ class FakeEngine:
             tensor_parallel_size=1,
             parallel_config=SimpleNamespace(data_parallel_size=1),
             max_num_seqs=4,
+            enable_prefix_caching=True,
             torch_profiler_dir=None,
         )
         self.tokenizer = ByteTokenizer(self.chat_template)

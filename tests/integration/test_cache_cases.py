@@ -77,6 +77,28 @@ def small_server(tiny_model) -> Iterator[ServerProcess]:
     server.kill()
 
 
+def test_L3_prompt_logprobs_survive_chunks_and_preemption(tiny_model, server):
+    flags = ("--kv-cache-memory", str(NUM_BLOCKS * BLOCK_BYTES), "--max-model-len", str(SMALL_CONTEXT))
+    small = ServerProcess(tiny_model, *flags, "--max-num-batched-tokens", "16")
+    prompts = [f"{i}: a prompt that comes in several chunks, and its answer" for i in range(6)]
+    bodies = [{"prompt": p, "prompt_logprobs": 2, "max_tokens": 90, **GREEDY} for p in prompts]
+    try:
+        with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+            crowded = list(pool.map(lambda body: small.ask(**body), bodies))
+        assert small.wait_until_idle()["preemptions_total"] > 0
+        small.check_sound()
+    finally:
+        small.kill()
+    for body, choice in zip(bodies, crowded, strict=True):
+        alone = server.ask(**body)
+        assert len(choice["prompt_logprobs"]) == len(alone["prompt_logprobs"]) > 48
+        for ours, theirs in zip(choice["prompt_logprobs"][1:], alone["prompt_logprobs"][1:], strict=True):
+            assert {k: v["logprob"] for k, v in ours.items()} == pytest.approx(
+                {k: v["logprob"] for k, v in theirs.items()}, abs=1e-3
+            )
+        assert choice["text"] == alone["text"]
+
+
 def run_both(small: ServerProcess, roomy: ServerProcess, bodies: list[dict], max_preemptions: int) -> None:
     """All requests at once in the small cache, one after another in the roomy one: the same answers."""
     before = small.wait_until_idle()["preemptions_total"]

@@ -73,6 +73,21 @@ def test_L2_prompt_logprobs_have_a_row_a_token_warm_or_cold(server):
         )
 
 
+def test_L1_L2_a_prompt_of_one_token_has_its_null(server):
+    scored = server.ask(prompt=[65], prompt_logprobs=1, echo=True, logprobs=1, max_tokens=0)
+    assert scored["prompt_logprobs"] == [None]
+    assert scored["logprobs"]["tokens"] == ["A"] and scored["logprobs"]["token_logprobs"] == [None]
+    for path, body in ((COMPLETIONS, {"prompt": [65]}), (CHAT, {"messages": USER_HI})):
+        body |= {"prompt_logprobs": 1, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        plain = server.post(path, **body).json()
+        first, *later = server.read_stream(path, **body)
+        if path == COMPLETIONS:
+            (plain,), (first,) = plain["choices"], first["choices"]
+            later = [choice for chunk in later for choice in chunk["choices"]]
+        assert first["prompt_logprobs"] == plain["prompt_logprobs"]
+        assert not any("prompt_logprobs" in one for one in later)
+
+
 @pytest.mark.parametrize(
     "fields, param",
     [
@@ -87,12 +102,14 @@ def test_L2_prompt_logprobs_have_a_row_a_token_warm_or_cold(server):
         ),
     ],
 )
-def test_F4_F5_F6_bad_guide_is_a_400_and_hurts_nobody(server, fields, param):
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_F4_F5_F6_bad_guide_is_a_400_and_hurts_nobody(server, path, fields, param):
     server.post(prompt="x", max_tokens=2, guided_choice=["a"])  # the compiler has started
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(lambda: server.post(prompt="x", max_tokens=100, ignore_eos=True))
         began = time.monotonic()
-        answer = server.post(prompt="x", **fields)
+        body = {"prompt": "x"} if path == COMPLETIONS else {"messages": USER_HI}
+        answer = server.post(path, **body, **fields)
         assert time.monotonic() - began < 1
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
@@ -148,6 +165,29 @@ def test_forced_calls_of_a_random_model_keep_to_the_schema(tool_server, choice):
     (call,) = told["message"]["tool_calls"]
     assert call["function"]["name"] == "look_up"
     assert json.loads(call["function"]["arguments"])["city"] in ("Brno", "Oslo")
+
+
+def test_tools_beside_a_response_format_give_a_call_or_that_form(tool_server):
+    seen = set()
+    schema = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}
+    for seed in range(12):
+        told = tool_server.post(
+            CHAT,
+            messages=USER_HI,
+            tools=[TOOL],
+            response_format=schema,
+            parallel_tool_calls=False,
+            temperature=1,
+            seed=seed,
+            max_tokens=200,
+            logit_bias=dict.fromkeys((9, 10, 13, 32), -100) | {60: 2 * (seed % 2) * 5},  # "<" begins a call
+        ).json()["choices"][0]
+        message, is_call = told["message"], told["finish_reason"] == "tool_calls"
+        seen.add(told["finish_reason"])
+        text = message["tool_calls"][0]["function"]["arguments"] if is_call else message["content"]
+        value = json.loads(text)
+        assert value["city"] in ("Brno", "Oslo") and (is_call or isinstance(value["big"], bool)), told
+    assert seen == {"tool_calls", "stop"}
 
 
 def test_D3_queue_is_bounded_and_says_when_to_come_back(tool_server):

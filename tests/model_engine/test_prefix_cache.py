@@ -83,6 +83,7 @@ def test_statistics_count_first_admissions(fast, monkeypatch):
         driver.add(make_seq(seq_id, ids(41), 1))
         driver.run()
     stats = scheduler.stats()
+    assert stats["prefix_requests"] == 2
     assert stats["prefix_query_tokens"] == 82 and stats["prefix_hit_tokens"] == 40
     assert stats["kv_blocks_indexed"] == 10 == stats["kv_blocks_indexed_g0"]
 

@@ -130,6 +130,7 @@ def make_routes(context: ServerContext) -> list[tuple[Operation, ASGIApp]]:
         tell("/metrics", "Prometheus metrics", info.metrics, media_type="text/plain"),
         tell("/server_info", "Model, parallel layout, device and limits", info.server_info, dict[str, Any]),
         tell("/version", "Version of the server", info.version, p.Version),
+        tell("/debug/cache_stats", "What the prefix cache has saved", info.cache_stats, dict[str, Any]),
         tell("/debug/gc_census", "What the garbage collector tracks", told_gc_census, dict[str, Any]),
     ]
     if context.engine.config.torch_profiler_dir:

@@ -21,8 +21,10 @@ from atom.entrypoints.openai.protocol import (
     ChatLogprobs,
     FunctionCall,
     FunctionCallDelta,
+    PromptLogprobs,
     ToolCall,
     ToolCallDelta,
+    UnsetType,
     Usage,
 )
 from atom.entrypoints.openai.tool_parsers.base import (
@@ -54,6 +56,7 @@ class ChatWriter(AnswerWriter):
         self._tells_usage_always = bool(self._tells_usage and options and options.continuous_usage_stats)
         self._readers = chat.readers()
         self._has_role = [False] * chat.params.n
+        self._prompt_rows: PromptLogprobs | UnsetType = UNSET  # to be told with the next chunk
         self._untold: dict[int, list[TokenLogprobs]] = {}  # of tokens whose text is held back
 
     def events(self, batch: list[RequestOutput], generation: Generation) -> bytes:
@@ -61,11 +64,15 @@ class ChatWriter(AnswerWriter):
         usage = generation.usage if self._tells_usage_always else (None if self._tells_usage else UNSET)
 
         def add(choice: ChatChunkChoice) -> None:
-            frames.append(sse_frame(self._chunk([choice], usage)))
+            chunk = self._chunk([choice], usage)
+            chunk.prompt_logprobs, self._prompt_rows = self._prompt_rows, UNSET
+            frames.append(sse_frame(chunk))
 
         for output in batch:
             index, reader = output.index, self._readers[output.index]
             if not self._has_role[index]:
+                if not any(self._has_role):
+                    self._prompt_rows = self._prompt_logprobs(output.prompt_logprobs)
                 self._has_role[index] = True
                 add(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
             if output.logprobs and self._num_logprobs is not None:
@@ -95,10 +102,13 @@ class ChatWriter(AnswerWriter):
         response = ChatCompletionResponse(
             self.id, "chat.completion", self._created, self._model, choices, usage
         )
-        told, num_top = self.answers[0].prompt_logprobs, self._num_prompt_logprobs
-        if told is not None and num_top is not None:
-            response.prompt_logprobs = prompt_logprobs(self._tokenizer, told, num_top)
+        response.prompt_logprobs = self._prompt_logprobs(self.answers[0].prompt_logprobs)
         return response
+
+    def _prompt_logprobs(self, entries: list[TokenLogprobs | None] | None) -> PromptLogprobs | UnsetType:
+        if entries is None or self._num_prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs(self._tokenizer, entries, self._num_prompt_logprobs)
 
     def _shape(self, index: int) -> ChatLogprobs | None:
         entries = self._untold.pop(index, None)

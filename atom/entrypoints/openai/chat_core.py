@@ -20,7 +20,12 @@ from atom.entrypoints.openai.chat_validation import (
     tool_policy,
 )
 from atom.entrypoints.openai.context import ServerContext
-from atom.entrypoints.openai.forced_calls import call_form, forced_guide, has_own_form, strict_guide
+from atom.entrypoints.openai.forced_calls import (
+    calls_guide,
+    is_framed_beside_text,
+    strict_guide,
+    with_tools,
+)
 from atom.entrypoints.openai.generation import Job
 from atom.entrypoints.openai.limits import MAX_TEMPLATE_KWARGS_BYTES
 from atom.entrypoints.openai.protocol import ChatCompletionRequest, ChatMessage
@@ -183,10 +188,9 @@ async def prepare_chat(context: ServerContext, request: ChatCompletionRequest) -
     )
     policy, dialect, ignored = rendered.policy, context.reasoning, rendered.ignored
     start: StartState = start_state(rendered.tail, dialect) if dialect else "answer"
-    guide = _choose_guide(context, request, policy, ignored)
+    guide, parser_type = _choose_guide(context, request, policy, ignored)
     if guide is not None and _guide_waits(dialect, start, request, policy):
         guide = msgspec.structs.replace(guide, start_after=dialect.answer_mark or dialect.end)
-    parser_type = call_form(context.tool_parser).parser if policy.is_forced else context.tool_parser
     shows_special = not params.skip_special_tokens or _has_special_marks(context, parser_type, policy)
     params = msgspec.structs.replace(params, guide=guide, skip_special_tokens=not shows_special)
 
@@ -202,7 +206,7 @@ async def prepare_chat(context: ServerContext, request: ChatCompletionRequest) -
         params,
         policy,
         num_logprobs,
-        await compile_guide(context.engine, guide),
+        await _compile(context, guide),
         None if context.stops_in_reasoning else stop_gate(dialect, start),
         make_parser,
         dialect,
@@ -216,21 +220,37 @@ def _choose_guide(
     request: ChatCompletionRequest,
     policy: ToolPolicy,
     ignored: list[str],
-) -> Guide | None:
-    asked, form = requested_guide(request), call_form(context.tool_parser)
+) -> tuple[Guide | None, type[ToolParser] | None]:
+    """What the answer must look like, and what reads its calls.
+
+    Calls that have to be made win over a form of the text. Where the model may choose, it either calls or keeps
+    to that form.
+    """
+    asked, dialect = requested_guide(request), context.tool_parser
+    template = context.chat_template.source if context.chat_template else ""
     if policy.is_forced:
-        return forced_guide(policy, form)
-    if asked is not None and policy.mode == "auto":
-        raise RequestError(
-            f"{asked.field} and tools are not supported together unless tool_choice is none or required, got auto",
-            param=asked.field,
-        )
+        return calls_guide(policy, dialect, template)
+    if asked is not None and policy.mode == "auto" and dialect and not is_framed_beside_text(dialect):
+        try:
+            return calls_guide(policy, dialect, template, asked)
+        except RequestError as error:
+            raise with_tools(asked, error) from error
     is_strict = any(tool.function is not None and tool.function.strict for tool in request.tools or ())
-    if is_strict and policy.mode == "auto":
-        if has_own_form(context.tool_parser):
-            return strict_guide(policy, form)
+    if is_strict and asked is None and policy.mode == "auto":
+        guide = strict_guide(policy, dialect, template)
+        if guide is not None:
+            return guide, dialect
         ignored.append("tools.function.strict")
-    return asked
+    return asked, dialect
+
+
+async def _compile(context: ServerContext, guide: Guide | None) -> "CompiledGuide | None":
+    try:
+        return await compile_guide(context.engine, guide)
+    except RequestError as error:
+        if guide.otherwise is None:
+            raise
+        raise with_tools(guide.otherwise, error) from error
 
 
 def _guide_waits(

@@ -17,6 +17,8 @@ from atom.entrypoints.openai.protocol import (
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
+    PromptLogprobs,
+    UnsetType,
     Usage,
 )
 from atom.entrypoints.openai.structured import compile_guide, requested_guide
@@ -87,10 +89,11 @@ class CompletionWriter(AnswerWriter):
                 text = self._form.echoes[index // self._form.num_candidates].text + text
                 self._untell(index, output.prompt_logprobs)
             self._untell(index, output.logprobs)
-            if not text and not output.finished:
+            told = self._prompt_logprobs(output.prompt_logprobs)
+            if not text and not output.finished and told is UNSET:
                 continue
             self._is_open[index] = True
-            choice = CompletionChoice(index, text, self._shape(index))
+            choice = CompletionChoice(index, text, self._shape(index), prompt_logprobs=told)
             if output.finished:
                 choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
             frames.append(sse_frame(self._body([choice], self._running_usage(generation))))
@@ -107,8 +110,7 @@ class CompletionWriter(AnswerWriter):
             told = candidates[0].prompt_logprobs
             for answer in _likeliest(candidates, form.num_choices):
                 choice = self._choice(len(choices), answer, prompt, told)
-                if told is not None and form.num_prompt_logprobs is not None:
-                    choice.prompt_logprobs = prompt_logprobs(self._tokenizer, told, form.num_prompt_logprobs)
+                choice.prompt_logprobs = self._prompt_logprobs(told)
                 choices.append(choice)
         return self._body(choices, usage)
 
@@ -127,6 +129,12 @@ class CompletionWriter(AnswerWriter):
     def _untell(self, index: int, entries: list | None) -> None:
         if entries and self._logprobs is not None:
             self._untold.setdefault(index, []).extend(entries)
+
+    def _prompt_logprobs(self, entries: list[TokenLogprobs | None] | None) -> PromptLogprobs | UnsetType:
+        num_top = self._form.num_prompt_logprobs
+        if entries is None or num_top is None:
+            return UNSET
+        return prompt_logprobs(self._tokenizer, entries, num_top)
 
     def _shape(self, index: int) -> CompletionLogprobs | None:
         return None if self._logprobs is None else self._logprobs[index].take(self._untold.pop(index, []))

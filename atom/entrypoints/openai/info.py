@@ -105,6 +105,20 @@ class InfoHandlers:
         text = await asyncio.get_running_loop().run_in_executor(None, metrics.render)
         return Told(text, content_type=CONTENT_TYPE)
 
+    async def cache_stats(self, scope: Scope) -> Told:
+        """The newest snapshot's counts; 0 before the first."""
+        engine = self._context.engine
+        stats, prefix = engine.stats(), "prefix_cache_"
+        return Told(
+            {
+                "enabled": engine.config.enable_prefix_caching,
+                "requests": int(stats.get(f"{prefix}requests", 0)),
+                "full_tokens": int(stats.get(f"{prefix}full_tokens", 0)),
+                "cached_tokens": int(stats.get(f"{prefix}cached_tokens", 0)),
+                "hit": stats.get(f"{prefix}hit_ratio", 0.0),
+            }
+        )
+
     async def start_profile(self, scope: Scope) -> Told:
         await self._context.engine.utility("start_profile")
         return Told({"status": "success", "message": "profiling"})

@@ -20,6 +20,7 @@ ENGINE_GAUGES = {
 }
 ENGINE_COUNTERS = {
     "preemptions": "Requests put back to the queue because the KV cache was full",
+    "prefix_cache_requests": "Answers whose prompt was looked up in the prefix cache",
     "prefix_cache_cached_tokens": "Prompt tokens found in the prefix cache",
     "prefix_cache_full_tokens": "Prompt tokens looked up in the prefix cache",
     "engine_steps": "Steps of the engine",

@@ -290,7 +290,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET  # streamed: in an answer's first chunk
 
 
 class CompletionResponse(msgspec.Struct):
@@ -393,6 +393,7 @@ class ChatCompletionChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # first chunk only
 
 
 class ModelCard(msgspec.Struct):

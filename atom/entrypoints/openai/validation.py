@@ -180,8 +180,6 @@ def check_shared(request: GenerationFields) -> None:
     """Refuse a generating request whose labels, stops or priority are out of range."""
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true, got false", param="stream_options")
-    if request.prompt_logprobs is not None and request.stream:
-        raise RequestError("prompt_logprobs needs stream to be false, got true", param="prompt_logprobs")
     if request.cache_salt is not None:
         salt = request.cache_salt
         ok = len(salt) <= MAX_SALT_CHARS and _SALT.fullmatch(salt) is not None

@@ -262,7 +262,8 @@ class Committer:
         if is_first:
             event.num_cached_tokens = seq.num_cached_tokens
             event.first_scheduled_time = seq.first_scheduled_time
-            if seq.prompt_logprobs:
+            is_whole = seq.prompt_logprobs or seq.num_prompt_tokens == 1  # whose only token has no row
+            if seq.params.prompt_logprobs is not None and is_whole:
                 event.prompt_logprobs = _pack(seq.prompt_logprobs)
                 seq.prompt_logprobs = []
         result.events.append(event)

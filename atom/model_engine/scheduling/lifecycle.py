@@ -21,6 +21,7 @@ class Lifecycle:
         self.ended: list[Sequence] = []  # ended outside of a commit; the engine core collects them
         self.no_external: set[int] = set()  # an external load failed: compute instead
         self.num_preemptions = 0
+        self.num_prefix_requests = 0  # first admissions
         self.num_prefix_queries = 0  # tokens that first admissions looked up ...
         self.num_prefix_hits = 0  # ... and found
 
@@ -39,6 +40,7 @@ class Lifecycle:
             seq.num_computed = seq.num_scheduled = hit.num_tokens
         if not seq.num_preemptions and not seq.num_output_tokens:
             seq.num_cached_tokens = hit.num_tokens + num_external
+            self.num_prefix_requests += 1
             self.num_prefix_queries += len(seq.token_ids)
             self.num_prefix_hits += hit.num_tokens
         if is_async:

@@ -145,9 +145,15 @@ def _unsupported(guide: Guide, name: str) -> str:
     """What the library would not enforce, "" if it is up to all of it."""
     if name == "llguidance":
         style = next((tag.style for tag in guide.tags if tag.style != "json"), None)
-        return f"llguidance does not write the style {style}" if style else ""
-    schemas = (
-        [guide.text] if guide.kind == "json_schema" else [tag.schema for tag in guide.tags if tag.schema]
-    )
+        if style:
+            return f"llguidance does not write the style {style}"
+        # It reads the longest word first, and the fixed text before a call's arguments is one.
+        begins = [guide.opening] if guide.opening else [tag.begin for tag in guide.tags]
+        if guide.otherwise and guide.otherwise.has_json and any(begin[0] in "{[" for begin in begins):
+            return f"llguidance does not tell {begins[0]} from other JSON"
+        return ""
+    if any(argument.patterns for tag in guide.tags for argument in tag.arguments or ()):
+        return "xgrammar does not keep a text with a pattern off its end mark"
+    schemas = guide.schemas + (guide.otherwise.schemas if guide.otherwise else [])
     ignored = [path for text in schemas for path in unenforced_by_xgrammar(msgspec.json.decode(text))]
     return f"xgrammar ignores {', '.join(ignored[:5])}" if ignored else ""

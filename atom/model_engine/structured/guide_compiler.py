@@ -304,7 +304,8 @@ def _key_of(guide: Guide, backend: str) -> bytes:
     """Equal for guides with the same grammar."""
     content = (
         backend, guide.kind, guide.text, guide.choices, guide.tags, guide.triggers,
-        guide.at_least_one, guide.stop_after_first,
+        guide.at_least_one, guide.stop_after_first, guide.opening, guide.separator, guide.closing,
+        guide.otherwise and _key_of(guide.otherwise, backend),
     )  # fmt: skip
     return blake2b(msgspec.msgpack.encode(content), digest_size=16).digest()
 

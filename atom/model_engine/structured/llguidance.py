@@ -1,13 +1,14 @@
 """Grammars by llguidance. Its "compiled" form is its own grammar text, proven by compiling it once."""
 
 import json
+import re
 
 import llguidance as llg
 import msgspec
 import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
-from atom.guide import Guide, Tag
+from atom.guide import Argument, Guide, Tag
 from atom.model_engine.structured.backend import (
     JSON_OBJECT_SCHEMA,
     Grammar,
@@ -18,6 +19,9 @@ from atom.model_engine.structured.backend import (
     VocabularyIndex,
 )
 from atom.model_engine.structured.schema import make_explicit
+
+_REGEX_PARTS = re.compile(r"\\.|[/\n]", re.DOTALL)
+_ESCAPED = {"/": r"\/", "\n": r"\n"}
 
 
 class _Words:
@@ -118,6 +122,22 @@ class Backend(GrammarBackend):
                 return llg.LLMatcher.grammar_from_lark(f"start: {options}\n")
             case "structural":
                 return llg.LLMatcher.grammar_from_lark(self._tags_grammar(guide))
+            case "calls":
+                return llg.LLMatcher.grammar_from_lark(self._calls_grammar(guide))
+
+    def _calls_grammar(self, guide: Guide) -> str:
+        numbers = range(len(guide.tags))
+        one = "(" + " | ".join(f"tag_{i}" for i in numbers) + ")"
+        more = "" if guide.stop_after_first else f"({self._symbols(guide.separator)} {one})*"
+        calls = f"{self._symbols(guide.opening)} {one} {more} {self._symbols(guide.closing)}"
+        lines = ["%llguidance {}", "start: calls | content" if guide.otherwise else "start: calls"]
+        lines += [f"calls: {calls}", r"TEXT: /(.|\n)*/"]
+        if guide.otherwise:
+            lines.append(f"content: {_part(guide.otherwise)}")
+        for i, tag in enumerate(guide.tags):
+            body, rules = self._body(tag, i)
+            lines += [*rules, f"tag_{i}: {self._symbols(tag.begin)} {body}"]
+        return "\n".join(lines) + "\n"
 
     def _tags_grammar(self, guide: Guide) -> str:
         """Each tag as two rules: alone, and after free text up to its trigger."""
@@ -136,19 +156,8 @@ class Backend(GrammarBackend):
         return "\n".join(lines) + "\n"
 
     def _tag_rules(self, guide: Guide, tag: Tag, i: int) -> list[str]:
-        if tag.schema:
-            body = "%json " + _explicit(tag.schema)
-        else:
-            body = f"any_{i}"
-        begin, end = self._index.pieces(tag.begin), self._index.pieces(tag.end)
-        rules = []
-        if not tag.schema:
-            # A lexeme up to the end text; without one, or before a special token, any text at all.
-            if end and isinstance(end[0], str):
-                rules.append(f"any_{i}[suffix={_quote(end.pop(0))}]: TEXT")
-            else:
-                rules.append(f"any_{i}: TEXT")
-        rest = " ".join([body, *map(_symbol, end)])
+        begin = self._index.pieces(tag.begin)
+        rest, rules = self._body(tag, i)
         rules.append(f"tag_{i}: {' '.join(map(_symbol, begin))} {rest}")
         if isinstance(begin[0], int):
             rules.append(f"later_{i}: TEXT {' '.join(map(_symbol, begin))} {rest}")
@@ -156,10 +165,49 @@ class Backend(GrammarBackend):
         trigger = next((t for t in guide.triggers if tag.begin.startswith(t)), None)
         if trigger is None:
             raise ValueError(f"the tag {tag.begin!r} begins with none of the triggers")
-        after = map(_symbol, self._index.pieces(tag.begin[len(trigger) :]))
+        after = self._symbols(tag.begin[len(trigger) :])
         rules.append(f"trigger_{i}[lazy]: TEXT {_quote(trigger)}")
-        rules.append(f"later_{i}: {' '.join([f'trigger_{i}', *after, rest])}")
+        rules.append(f"later_{i}: trigger_{i} {after} {rest}")
         return rules
+
+    def _body(self, tag: Tag, i: int) -> tuple[str, list[str]]:
+        """A tag after its begin, and the rules that this needs."""
+        number = f"/[0-9]{{1,4}}/ {self._symbols(tag.number_end)} " if tag.number_end else ""
+        if tag.schema:
+            return f"{number}%json {_explicit(tag.schema)} {self._symbols(tag.end)}", []
+        if tag.arguments is None:
+            text, rules = self._text_up_to(tag.end, f"any_{i}", "TEXT")
+            return number + text, rules
+        parts, rules = [], []
+        for j, argument in enumerate(tag.arguments):
+            name = f"argument_{i}_{j}"
+            value, more = self._value(argument, tag.forbidden, f"{i}_{j}")
+            rules += [*more, f"{name}: {self._symbols(argument.begin)} {value}"]
+            parts.append(name + "?" * argument.is_optional)
+        return number + " ".join([*parts, self._symbols(tag.end)]), rules
+
+    def _value(self, argument: Argument, forbidden: tuple[str, ...], name: str) -> tuple[str, list[str]]:
+        """An argument after its begin. What is forbidden is not kept out of JSON, which the library cannot do."""
+        end = self._symbols(argument.end)
+        if argument.schema:
+            return f"%json {_explicit(argument.schema)} {end}", []
+        if argument.choices:
+            return f"({' | '.join(map(_quote, argument.choices))}) {end}", []
+        allowed = [f"/{_lark_regex(pattern)}/" for pattern in argument.patterns or (r"(.|\n)*",)]
+        others = [rf"~/(.|\n)*{_lark_regex(re.escape(text))}(.|\n)*/" for text in forbidden]
+        text, rules = self._text_up_to(argument.end, f"text_{name}", f"TEXT_{name}")
+        return text, [f"TEXT_{name}: {' & '.join(allowed + others)}", *rules]
+
+    def _text_up_to(self, end: str, name: str, lexeme: str) -> tuple[str, list[str]]:
+        """Text and the end text, which ends it where it first appears; a special token does so by itself."""
+        pieces = self._index.pieces(end)
+        if not pieces or isinstance(pieces[0], int):
+            return " ".join([lexeme, *map(_symbol, pieces)]), []
+        rule = f"{name}[suffix={_quote(pieces[0])}]: {lexeme}"
+        return " ".join([name, *map(_symbol, pieces[1:])]), [rule]
+
+    def _symbols(self, text: str) -> str:
+        return " ".join(map(_symbol, self._index.pieces(text)))
 
     def load(self, data: bytes) -> Grammar:
         matcher = llg.LLMatcher(self._tokenizer, data.decode(), log_level=0, limits=self._limits)
@@ -170,6 +218,27 @@ class Backend(GrammarBackend):
 
 def _explicit(schema: str) -> str:
     return msgspec.json.encode(make_explicit(msgspec.json.decode(schema))).decode()
+
+
+def _part(guide: Guide) -> str:
+    """A guide as a part of a larger grammar."""
+    match guide.kind:
+        case "json_object":
+            return "%json " + JSON_OBJECT_SCHEMA
+        case "json_schema":
+            return "%json " + _explicit(guide.text)
+        case "regex":
+            return f"/{_lark_regex(guide.text)}/"
+        case "choice":
+            return " | ".join(map(_quote, guide.choices))
+        case "grammar":
+            return "%lark {\n" + any_to_lark(guide.text) + "\n}"
+    raise ValueError(f"a guide of kind {guide.kind} cannot be a part of another")
+
+
+def _lark_regex(pattern: str) -> str:
+    """A regular expression as it stands between slashes."""
+    return _REGEX_PARTS.sub(lambda match: _ESCAPED.get(match[0][-1], match[0]), pattern)
 
 
 def _quote(text: str) -> str:

@@ -111,6 +111,7 @@ class ToolParser(ABC):
         self.max_call_chars = max_call_chars
         self.schemas = {name: Schema(schema) for name, schema in declared_parameters(self.tools).items()}
         self.num_calls = 0
+        self._ids: set[str] = set()
         self.reader = Reader(max_call_chars)
         self._events: list[ParserEvent] = []
         self._content: list[str] = []  # not in an event yet
@@ -197,7 +198,10 @@ class ToolParser(ABC):
         self._flush_content()
         self._lead, self._is_after_call = None, True
         index, self.num_calls = self.num_calls, self.num_calls + 1
-        self._events.append(ToolCallStart(index, call_id or self.new_id(), name))
+        if not call_id or call_id in self._ids:  # a model may count wrong
+            call_id = self.new_id()
+        self._ids.add(call_id)
+        self._events.append(ToolCallStart(index, call_id, name))
         return index
 
     def arguments(self, index: int, text: str) -> None:

@@ -13,12 +13,12 @@ from atom.entrypoints.openai.tool_parsers.values import Schema, convert, load_js
 
 MAX_UNWRAPPED = 4
 WRAPPERS = ("arguments", "input")  # a model may put all arguments under one of these
-_MARK = "｜DSML｜"
+MARK = "｜DSML｜"
 
 
 def _tags(*names: str, close: bool = False) -> tuple[str, ...]:
     slash, end = ("/", ">") if close else ("", "")
-    return tuple(f"<{slash}{mark}{name}{end}" for name in names for mark in (_MARK, ""))
+    return tuple(f"<{slash}{mark}{name}{end}" for name in names for mark in (MARK, ""))
 
 
 SECTIONS = ("tool_calls", "function_calls", "calls")
@@ -35,7 +35,7 @@ HEAD_END = Markers(">")
 class DsmlParser(ToolParser):
     name = "dsml"
     openers = Markers(*SECTION_OPEN, *INVOKE.literals)
-    wire_tokens = (_MARK, "<minimax:tool_call>", "</minimax:tool_call>")
+    wire_tokens = (MARK, "<minimax:tool_call>", "</minimax:tool_call>")
 
     def call(self, marker: str) -> Steps[None]:
         reader = self.reader

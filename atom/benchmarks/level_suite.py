@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from atom.benchmarks.child import ChildError, print_result, run_child
+from atom.platforms import get_platform
 
 MODELS = Path(__file__).parent / "models"
 MODES = ("NONE", "FULL", "TR_HYBRID")
@@ -136,7 +137,7 @@ def _start(model: str, device: str, level: int, mode: str, folder: str, batches:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
     args = ["--child", "--device", device, "--models", model, "--levels", str(level), "--modes", mode]
     args += ["--cache-dir", os.path.join(folder, "atom"), "--batches", *map(str, batches or [0])]
-    return run_child("atom.benchmarks.level_suite", args, LevelResult, os.cpu_count() or 1)
+    return run_child("atom.benchmarks.level_suite", args, LevelResult, get_platform(device).default_num_threads)
 
 
 def _line(model: str, level: int, mode: str, name: str, result: LevelResult) -> str:

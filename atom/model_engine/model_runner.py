@@ -356,15 +356,15 @@ class ModelRunner(Worker):
         if not compilation.captures_graphs:
             return None
         forward, mode = self._forward, compilation.cudagraph_mode
-        prefill = []
-        if forward.supports_token_graph and mode.mixed_mode() is not CUDAGraphMode.NONE:
-            prefill = [n for n in token_graph_sizes() if n <= self._chunk_tokens]
-        elif self.device.type != "cpu" and mode.has_full_cudagraphs():
+        if not (forward.supports_token_graph or self.device.type == "cpu" or mode.uses_tr_hybrid()):
             names = sorted({layer.backend.name for layer in forward.layers.values()})
             raise ConfigError(
                 f"cudagraph_mode {mode.name} needs attention that a device graph can hold; {', '.join(names)} "
                 "cannot be (TR_HYBRID breaks the graph there)"
             )
+        prefill = []
+        if forward.supports_token_graph and mode.mixed_mode() is not CUDAGraphMode.NONE:
+            prefill = [n for n in token_graph_sizes() if n <= self._chunk_tokens]
         given = compilation.cudagraph_capture_sizes or compilation.cuda_graph_sizes
         decode = capture_sizes(given, self.config.max_num_seqs, self._chunk_tokens)
         return GraphRecorder(forward, self.platform, self._profiler, mode, list(decode), prefill)

@@ -206,7 +206,7 @@ class InductorStandaloneAdaptor(CompilerInterface):
         for path in self._scratch.rglob("*"):
             if path.suffix in (".so", ".cpp"):
                 target = aside / path.relative_to(self._scratch)
-                target.parent.mkdir(exist_ok=True)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 if not target.exists():
                     os.link(path, target)
 

@@ -64,9 +64,15 @@ def set_model_tag(tag: str) -> Iterator[None]:
         _model_tag = previous
 
 
-def compile_as_is(model: nn.Module) -> Callable[..., Any]:
-    """Level 1: ``model`` through Dynamo alone. Raises at the first call what keeps Dynamo from tracing it whole."""
-    return torch.compile(model, backend="eager", fullgraph=True)
+def compile_as_is(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Level 1: a model's bound ``forward`` through Dynamo alone, for any number of tokens.
+
+    Raises at the first call what keeps Dynamo from tracing it whole.
+    """
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    remove_from_cache(forward.__func__.__code__)  # what other instances left counts towards Dynamo's limit
+    return torch.compile(forward, backend="eager", fullgraph=True, dynamic=True)
 
 
 @contextmanager
@@ -221,9 +227,11 @@ def support_torch_compile(
         original_init(self, *args, **kwargs)
         self.set_up_compilation(config or get_current_atom_config(), get_current_rank())
 
+    original_call = cls.__call__  # with the hooks of nn.Module, which compiled code leaves out
+
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.do_not_compile:
-            return self.forward(*args, **kwargs)
+            return original_call(self, *args, **kwargs)
         return self.call_compiled(args, kwargs)
 
     cls.__init__ = __init__

@@ -76,6 +76,17 @@ class CudaBackend(GraphBackend):
         self._stream = torch.cuda.Stream(device)
         self._platform = platform_of_device(device)
         self._pool_addresses: set[int] = set()  # of storages that recordings returned
+        self._anchor = self._record_anchor()
+
+    def _record_anchor(self) -> CudaGraph:
+        """A graph that is never replayed: a pool is gone, and its handle with it, once its last graph is."""
+        anchor = CudaGraph(self._pool)
+        with self.session():
+            value = torch.zeros(1, device=self.device)
+            anchor.begin()
+            value.add_(1)
+            anchor.end()
+        return anchor
 
     def new_graph(self) -> SegmentGraph:
         return CudaGraph(self._pool)

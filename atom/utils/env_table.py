@@ -328,8 +328,7 @@ TABLE: tuple[EnvVar, ...] = (
                 "Largest decode bucket recorded as a token graph under DP attention with a drafter.", lo=1,
                 effective=True),
         text("ATOM_DECODER_GRAPH_SIZES", "1,2,3,4,8,16",
-             "Request counts at which the decoder of a replayed prefill is recorded; empty records none.", keeps_empty=True,
-             effective=True),
+             "Request counts at which the decoder of a replayed prefill is recorded; empty records none.", keeps_empty=True),
     ),
     *group(
         "V4 attention backend (Migration)",

@@ -34,7 +34,7 @@ def test_start_reports_limits_and_phases():
     driver = make_driver()
     ready = driver.others[-1]
     assert isinstance(ready, Ready)
-    assert list(ready.phases) == ["load weights", "allocate cache", "warm up"]
+    assert list(ready.phases) == ["load weights", "allocate cache", "warm up", "record graphs"]
     assert ready.info["max_model_len"] == 4096
 
 

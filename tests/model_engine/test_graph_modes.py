@@ -67,7 +67,7 @@ def test_graphs_may_be_recorded_while_serving(folders, mode, warmup):
 
 def test_sampling_and_preemption_under_graphs(folders):
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=2)
-    fields = {"num_kvcache_blocks": 8, "max_model_len": 96}
+    fields = {"num_kvcache_blocks": 7, "max_model_len": 96, "max_num_batched_tokens": 256}
     eager, recorded = (run(folders["gemma3"], mode, params=params, **fields) for mode in ("NONE", "FULL"))
     assert recorded.core.scheduler.stats()["preemptions"] > 0
     assert recorded.tokens == eager.tokens

@@ -34,14 +34,23 @@ def parse_result(output: str, type_: type[T]) -> T | None:
         raise ChildError(f"not a {type_.__name__} ({error}): {lines[-1]}") from error
 
 
-def run_child(module: str, args: list[str], type_: type[T], num_threads: int) -> T:
-    """Run ``python -m module`` with ``num_threads`` compute threads and wait for its result."""
-    env = os.environ | {
-        "OMP_NUM_THREADS": str(num_threads),
-        "MKL_NUM_THREADS": str(num_threads),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+def run_child(
+    module: str, args: list[str], type_: type[T], num_threads: int, environment: dict[str, str] | None = None
+) -> T:
+    """Run ``python -m module`` with ``num_threads`` compute threads and wait for its result.
+
+    ``environment``: variables beside those that the child inherits.
+    """
+    env = (
+        os.environ
+        | (environment or {})
+        | {
+            "OMP_NUM_THREADS": str(num_threads),
+            "MKL_NUM_THREADS": str(num_threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+    )
     command = [sys.executable, "-m", module, *args]
     try:
         child = subprocess.run(

@@ -8,11 +8,13 @@ a Markdown table.
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -23,6 +25,7 @@ from atom.platforms import get_platform
 MODELS = Path(__file__).parent / "models"
 MODES = ("NONE", "FULL", "TR_HYBRID")
 PROMPT_TOKENS = 128
+KV_BYTES = 12 << 30
 WARM_STEPS, TIMED_STEPS = 16, 128
 
 
@@ -58,6 +61,7 @@ def measure(
         device=device,
         load_dummy="xavier",
         max_model_len=9216,
+        kv_cache_memory=KV_BYTES,
         enable_prefix_caching=False,
         compilation_config={"level": level, "cudagraph_mode": mode, "cache_dir": cache_dir},
     )
@@ -112,32 +116,43 @@ def time_decode(core, batch: int) -> float:
     return elapsed / TIMED_STEPS * 1e3
 
 
-def run_suite(models: list[str], device: str, levels: list[int], modes: list[str], batches: list[int]) -> dict:
-    """Results by ``(model, level, mode)``: ``cold`` and ``warm``; a failure is told and left out."""
-    results = {}
-    for model in models:
-        for level in levels:
-            for mode in modes:
-                with tempfile.TemporaryDirectory() as folder:
-                    pair = {}
-                    for name, timed in (("cold", []), ("warm", batches)):
-                        try:
-                            pair[name] = _start(model, device, level, mode, folder, timed)
-                        except ChildError as error:
-                            print(f"{model} level {level} {mode} {name}: {error}", file=sys.stderr)
-                            break
-                        print(_line(model, level, mode, name, pair[name]), file=sys.stderr, flush=True)
-                    results[model, level, mode] = pair
+def run_suite(
+    models: list[str],
+    device: str,
+    levels: list[int],
+    modes: list[str],
+    batches: list[int],
+    num_parallel: int = 1,
+) -> dict[tuple[str, int, str], dict[str, LevelResult]]:
+    """Results by ``(model, level, mode)``: ``cold`` and ``warm``; a failure is told and left out.
+
+    ``num_parallel`` cold starts run at a time; warm ones, which are timed, run alone.
+    """
+    results = {key: {} for key in itertools.product(models, levels, modes)}
+
+    def start(key: tuple[str, int, str], name: str, timed: list[int]) -> None:
+        try:
+            results[key][name] = result = _start(
+                *key, device, os.path.join(root, "-".join(map(str, key))), timed
+            )
+            print(_line(*key, name, result), file=sys.stderr, flush=True)
+        except ChildError as error:
+            print(f"{key} {name}: {error}", file=sys.stderr)
+
+    with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(num_parallel) as pool:
+        list(pool.map(lambda key: start(key, "cold", []), results))
+        for key in results:
+            start(key, "warm", batches)
     return results
 
 
-def _start(model: str, device: str, level: int, mode: str, folder: str, batches: list[int]) -> LevelResult:
-    # Triton and Inductor keep what they compile: a cold start must not find it either.
-    os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
+def _start(model: str, level: int, mode: str, device: str, folder: str, batches: list[int]) -> LevelResult:
+    # Triton keeps what it compiles: a cold start must not find it either.
+    environment = {"TRITON_CACHE_DIR": os.path.join(folder, "triton")}
     args = ["--child", "--device", device, "--models", model, "--levels", str(level), "--modes", mode]
     args += ["--cache-dir", os.path.join(folder, "atom"), "--batches", *map(str, batches or [0])]
-    return run_child("atom.benchmarks.level_suite", args, LevelResult, get_platform(device).default_num_threads)
+    threads = get_platform(device).default_num_threads
+    return run_child("atom.benchmarks.level_suite", args, LevelResult, threads, environment)
 
 
 def _line(model: str, level: int, mode: str, name: str, result: LevelResult) -> str:
@@ -157,7 +172,7 @@ def table(results: dict, batches: list[int]) -> str:
         "|---" * (7 + len(batches)) + "|",
     ]
     for (model, level, mode), pair in results.items():
-        if "warm" not in pair:
+        if len(pair) < 2:
             lines.append(f"| {model} | {level} | {mode} |" + " failed |" * (4 + len(batches)))
             continue
         cold, warm = pair["cold"], pair["warm"]
@@ -177,6 +192,7 @@ def main() -> int:
     parser.add_argument("--levels", nargs="+", type=int, default=[0, 2, 3])
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--parallel", type=int, default=1, help="cold starts at a time")
     parser.add_argument("--json", help="write the results there")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cache-dir", default="", help=argparse.SUPPRESS)
@@ -187,7 +203,7 @@ def main() -> int:
             measure(args.models[0], args.device, args.levels[0], args.modes[0], args.cache_dir, batches)
         )
         return 0
-    results = run_suite(args.models, args.device, args.levels, args.modes, args.batches)
+    results = run_suite(args.models, args.device, args.levels, args.modes, args.batches, args.parallel)
     print(table(results, args.batches))
     if args.json:
         plain = {" ".join(map(str, key)): msgspec.to_builtins(pair) for key, pair in results.items()}

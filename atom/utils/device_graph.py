@@ -20,11 +20,17 @@ logger = init_logger(__name__)
 
 
 class CudaGraph(SegmentGraph):
-    """A CUDA or HIP graph whose tensors lie in ``pool``."""
+    """A CUDA or HIP graph whose tensors lie in ``pool``.
 
-    def __init__(self, pool: Any) -> None:
+    Args:
+        on_void: called when the device has voided the capture: torch then never gets to close its books on the
+            pool, so that nothing can be captured into it any more.
+    """
+
+    def __init__(self, pool: Any, on_void: Callable[[], None] = lambda: None) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
+        self._on_void = on_void
         self._is_empty = False
 
     def begin(self) -> None:
@@ -45,11 +51,13 @@ class CudaGraph(SegmentGraph):
 
     def abort(self) -> None:
         if not _attempt(self.end):
-            # An invalidated capture: torch gave up before it handed back allocation and the random generator.
+            # A voided capture: torch gave up before it handed back allocation and the random generator. A capture
+            # that succeeds, into a pool of its own, takes the generator back.
             _attempt(lambda: torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool))
-            spare = CudaGraph(self._pool)
+            spare = CudaGraph(torch.cuda.graph_pool_handle())
             if _attempt(spare.begin):
                 _attempt(spare.end)
+            self._on_void()
         _attempt(self._graph.reset)
 
     def replay(self) -> None:
@@ -68,11 +76,16 @@ def _attempt(action: Callable[[], Any]) -> bool:
 
 
 class CudaBackend(GraphBackend):
-    """Records on a stream of its own, into the process's one pool."""
+    """Records on a stream of its own, into the process's one pool.
 
-    def __init__(self, device: torch.device, pool: Any) -> None:
+    Args:
+        new_pool: makes another pool the process's one, once the present one cannot be used any more.
+    """
+
+    def __init__(self, device: torch.device, pool: Any, new_pool: Callable[[], Any]) -> None:
         self.device = device
         self._pool = pool
+        self._new_pool = new_pool
         self._stream = torch.cuda.Stream(device)
         self._platform = platform_of_device(device)
         self._pool_addresses: set[int] = set()  # of storages that recordings returned
@@ -89,7 +102,14 @@ class CudaBackend(GraphBackend):
         return anchor
 
     def new_graph(self) -> SegmentGraph:
-        return CudaGraph(self._pool)
+        return CudaGraph(self._pool, self._renew_pool)
+
+    def _renew_pool(self) -> None:
+        self._pool = self._new_pool()
+        _attempt(self._renew_anchor)
+
+    def _renew_anchor(self) -> None:
+        self._anchor = self._record_anchor()
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -42,6 +42,11 @@ def graph_pool(device_type: str | None = None) -> Any:
     return _pools[kind]
 
 
+def _new_device_pool() -> Any:
+    _pools.pop("cuda", None)
+    return graph_pool("cuda")
+
+
 def _reset_graph_pool() -> None:
     """Forget the pool: later recordings use a new one. For tests."""
     _pools.clear()
@@ -61,7 +66,7 @@ def new_recording(name: str, device: torch.device, owner: object, breaks: bool) 
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if device not in _backends:
-        _backends[device] = CudaBackend(device, graph_pool("cuda"))
+        _backends[device] = CudaBackend(device, graph_pool("cuda"), _new_device_pool)
     return GraphRecording(name, _backends[device], breaks)
 
 

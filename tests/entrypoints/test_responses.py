@@ -281,8 +281,7 @@ def test_tool_choice(http, engine):
     for choice in ("required", {"type": "function", "name": "clock"}):
         (item,) = created(http, tools=TOOLS, tool_choice=choice)["output"]
         assert (item["type"], item["name"], item["arguments"]) == ("function_call", "clock", "{}")
-    assert [guide.kind for guide in engine.guides] == ["structural"] * 2
-    assert len(engine.guides[0].tags) == 2 and len(engine.guides[1].tags) == 1
+    assert [guide.kind for guide in engine.guides] == ["calls"] * 2
     engine.script = says(CALL + CALL)
     assert len(created(http, tools=TOOLS)["output"]) == 2
     assert len(created(http, tools=TOOLS, parallel_tool_calls=False)["output"]) == 1

@@ -126,7 +126,6 @@ USER = {"role": "user", "content": "x"}
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "tools": [CLOCK]}}, "tool_choice.mode"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-        ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),

@@ -20,7 +20,11 @@ from atom.utils.compile_cache import compilation_counter
 from tests.helpers.toy_compiled import ToyModel, toy_config
 
 torch.set_grad_enabled(False)
-config = toy_config(int(sys.argv[1]), sys.argv[2], device="cuda", compile_sizes=[4])
+# Tuning for a size takes minutes and is not the subject.
+untuned = {"max_autotune": False, "coordinate_descent_tuning": False}
+config = toy_config(
+    int(sys.argv[1]), sys.argv[2], device="cuda", compile_sizes=[4], inductor_compile_config=untuned
+)
 with set_current_atom_config(config), torch.device("cuda"):
     model = ToyModel(3)
 

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from atom.kernels.triton.attention_parts import LOG2_E, NEVER, add_tile
 
-MAX_SPLITS = 16
-PROGRAMS_WANTED = 264  # two for each of 132 multiprocessors
+SPLITS = (16, 4)  # few choices: each is a kernel to compile
+MAX_PROGRAMS = 528  # four for each of 132 multiprocessors
 
 
 @triton.jit
@@ -122,11 +122,8 @@ def _combine(
 
 
 def num_splits(num_seqs: int, num_kv_heads: int) -> int:
-    """Splits of a sequence's keys: a power of 2 that depends on shapes alone, so that a graph can hold it."""
-    splits = 1
-    while splits < MAX_SPLITS and num_seqs * num_kv_heads * splits * 2 <= PROGRAMS_WANTED:
-        splits *= 2
-    return splits
+    """Splits of a sequence's keys. They depend on shapes alone, so that a graph can hold them."""
+    return next((n for n in SPLITS if num_seqs * num_kv_heads * n <= MAX_PROGRAMS), 1)
 
 
 def decode_attention(

@@ -10,6 +10,7 @@ CONTEXT = 1024  # tokens of the served model, whose ids below are bytes
 MAX_ID = 255
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+RESPONSES = "/v1/responses"
 WORDS = ("one", "two", " three", "\n", "é", "日本", "🎉", "{", '"', "<tool_call>", "a b c", "\x00", "<eos>")
 SCHEMA = {
     "type": "object",
@@ -76,6 +77,7 @@ class RequestMaker:
             self._completion: 40,
             self._chat: 30,
             self._message: 12,
+            self._response: 12,
             self._text_tools: 8,
             self._read: 4,
             self._malformed: 6,
@@ -145,7 +147,7 @@ class RequestMaker:
             body["stream"] = True
             if self._chance(0.5):
                 body["stream_options"] = {"include_usage": True, "continuous_usage_stats": self._chance(0.5)}
-        elif self._chance(0.1):
+        if self._chance(0.08):
             body["prompt_logprobs"] = pick.randint(0, 3)
         return body
 
@@ -242,6 +244,38 @@ class RequestMaker:
             return self._posted(f"{MESSAGES}/count_tokens", counted)
         return self._posted(MESSAGES, body)
 
+    def _response(self) -> RandomRequest:
+        pick = self._random
+        body: dict[str, Any] = {"max_output_tokens": pick.randint(1, 12)}
+        body["input"] = self._text() if self._chance(0.4) else self._conversation_items()
+        named = {"type": "function", "name": "look"}
+        optional: dict[str, Callable[[], Any]] = {
+            "instructions": self._text,
+            "temperature": lambda: pick.choice((0, 1)),
+            "top_p": lambda: pick.uniform(0.05, 1),
+            "stream": lambda: True,
+            "metadata": lambda: {"k": "v"},
+            "truncation": lambda: pick.choice(("auto", "disabled")),
+            "store": lambda: False,
+            "text": lambda: {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+            "tools": lambda: [{"type": "function", **TOOL["function"]}],
+        }
+        body |= {name: optional[name]() for name in pick.sample([*optional], pick.randint(0, 4))}
+        if "tools" in body:
+            body |= {"tool_choice": pick.choice(("auto", "none", "required", named))}
+        return self._posted(RESPONSES, body)
+
+    def _conversation_items(self) -> list[dict[str, Any]]:
+        """Turns as items of a response's input; parts of content have names of their own there."""
+        items = []
+        for turn in self._conversation():
+            kind = "output_text" if turn["role"] == "assistant" else "input_text"
+            content = turn["content"]
+            if not isinstance(content, str):
+                content = [{"type": kind, "text": part["text"]} for part in content]
+            items.append({"type": "message", "role": turn["role"], "content": content})
+        return items
+
     def _text_tools(self) -> RandomRequest:
         if self._chance(0.4):
             return self._posted("/detokenize", {"tokens": self._ids()})
@@ -257,6 +291,6 @@ class RequestMaker:
         return RandomRequest("GET", self._random.choice(ROUTES_TO_READ), b"", must_work=True)
 
     def _malformed(self) -> RandomRequest:
-        path = self._random.choice((COMPLETIONS, CHAT, MESSAGES, "/tokenize", "/detokenize"))
+        path = self._random.choice((COMPLETIONS, CHAT, MESSAGES, RESPONSES, "/tokenize", "/detokenize"))
         kind = self._random.choice(("application/json", "application/json", "text/plain", ""))
         return RandomRequest("POST", path, self._random.choice(ODD_BODIES), content_type=kind)

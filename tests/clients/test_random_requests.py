@@ -90,6 +90,8 @@ def fault(request: RandomRequest, answer: Answer) -> str | None:
         return "the stream ends within an event"
     if request.path == "/v1/messages":
         return None if "message_stop" in frames[-1] else "the stream has no end"
+    if request.path == "/v1/responses":
+        return None if '"type":"response.' in frames[-1].replace(" ", "") else "the stream has no end"
     return None if frames[-1] == "data: [DONE]" else "the stream has no end"
 
 

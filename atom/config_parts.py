@@ -197,11 +197,27 @@ class CompilationConfig:
         return self.state.static_forward_context
 
     def compute_hash(self) -> str:
-        """SHA-256 over what compiled code depends on; where results go does not change them."""
+        """SHA-256 over what compiled code depends on. Where results go does not change them, nor does what is
+        recorded of them, but for the copies of inputs that a recording may ask for.
+        """
         fields = to_dict(self)
-        for name in ("cache_dir", "debug_dump_path"):
+        for name in _NOT_COMPILED:
             fields.pop(name)
+        fields |= {"compile_sizes": self.state.compile_sizes, "copies_inputs": self.copies_inputs}
         return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+
+_NOT_COMPILED = (
+    "cache_dir",
+    "cuda_graph_sizes",
+    "cudagraph_capture_sizes",
+    "cudagraph_copy_inputs",
+    "cudagraph_mode",
+    "debug_dump_path",
+    "graph_warmup",
+    "is_level_open",
+    "is_mode_open",
+)
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,9 @@ from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_ban
 from atom.models.registry import get_model_class, support_model_arch_dict
 from atom.platforms import get_platform
 from atom.utils.debug_helper import install_block_forward_hooks, needs_eager
-from atom.utils.decorators import compile_as_is
+from atom.utils.decorators import can_compile, compile_as_is
 from atom.utils.logging import init_logger
+from atom.utils.region_graph import token_graphs
 
 __all__ = ["ModelRunner", "support_model_arch_dict"]
 
@@ -120,6 +121,11 @@ class ModelRunner(Worker):
         else:
             load_dummy(self.model, self.config.load_dummy)
         level = self.config.compilation_level
+        if level >= CompilationLevel.DYNAMO_ONCE and not can_compile(self.model):
+            raise ConfigError(
+                f"level {level:d} needs a model that is marked @support_torch_compile; {type(self.model).__name__} "
+                "is not (levels 0 and 1 run it)"
+            )
         if level == CompilationLevel.DYNAMO_AS_IS:
             self.model.model.forward = compile_as_is(self.model.model.forward)
         install_block_forward_hooks(self.model)
@@ -365,6 +371,11 @@ class ModelRunner(Worker):
         prefill = []
         if forward.supports_token_graph and mode.mixed_mode() is not CUDAGraphMode.NONE:
             prefill = [n for n in token_graph_sizes() if n <= self._chunk_tokens]
+        if mode.uses_tr_hybrid() and not token_graphs(self.model):
+            raise ConfigError(
+                f"cudagraph_mode {mode.name} needs a model with a part that is marked @token_graph; "
+                f"{type(self.model).__name__} has none"
+            )
         given = compilation.cudagraph_capture_sizes or compilation.cuda_graph_sizes
         decode = capture_sizes(given, self.config.max_num_seqs, self._chunk_tokens)
         return GraphRecorder(forward, self.platform, self._profiler, mode, list(decode), prefill)

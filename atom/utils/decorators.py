@@ -35,6 +35,7 @@ from atom.utils.logging import init_logger
 
 __all__ = [
     "TorchCompileWrapperWithCustomDispatcher",
+    "can_compile",
     "compile_as_is",
     "mark_spliting_op",
     "set_model_tag",
@@ -73,6 +74,12 @@ def compile_as_is(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     remove_from_cache(forward.__func__.__code__)  # what other instances left counts towards Dynamo's limit
     return torch.compile(forward, backend="eager", fullgraph=True, dynamic=True)
+
+
+def can_compile(model: nn.Module) -> bool:
+    """Whether some part of ``model`` compiles itself."""
+    parts = (m for m in model.modules() if isinstance(m, TorchCompileWrapperWithCustomDispatcher))
+    return any(not part.do_not_compile for part in parts)
 
 
 @contextmanager

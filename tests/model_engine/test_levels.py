@@ -1,0 +1,43 @@
+"""Compiled models say what eager ones say: every family, levels and graph modes together, on the CPU."""
+
+import pytest
+
+from atom.errors import ConfigError
+from atom.model_engine import model_runner
+from atom.utils.compile_cache import compilation_counter
+from tests.helpers.tiny_model import FAMILIES
+from tests.model_engine.test_graph_modes import folders, run  # noqa: F401
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_greedy_text_does_not_depend_on_the_level(folders, family, level):  # noqa: F811
+    eager = run(folders[family], "NONE").tokens
+    for mode in ("NONE", "FULL", "TR_HYBRID"):
+        # Without Inductor: what is cut, stitched and dispatched is the same, and takes a tenth of the time.
+        recorded = run(folders[family], mode, compilation={"level": level, "use_inductor": False})
+        assert recorded.tokens == eager, mode
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_inductors_code_says_the_same_and_is_kept_for_every_mode(folders, level, tmp_path):  # noqa: F811
+    eager = run(folders["gemma3"], "NONE").tokens
+    compilation = {"level": level, "cache_dir": str(tmp_path)}
+    assert run(folders["gemma3"], "NONE", compilation=compilation).tokens == eager
+    compiled = compilation_counter.num_compiled
+    for mode in ("FULL", "FULL_DECODE_ONLY"):
+        assert run(folders["gemma3"], mode, compilation=compilation).tokens == eager
+    assert compilation_counter.num_compiled == compiled
+
+
+def test_a_level_that_a_model_does_not_support_is_refused(folders, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(model_runner, "can_compile", lambda model: False)
+    with pytest.raises(ConfigError, match="level 3 needs a model that is marked @support_torch_compile"):
+        run(folders["llama"], "NONE", compilation={"level": 3})
+
+
+def test_a_mode_that_a_model_does_not_support_is_refused(folders, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(model_runner, "token_graphs", lambda model: [])
+    with pytest.raises(ConfigError, match="TR_HYBRID needs a model with a part that is marked @token_graph"):
+        run(folders["llama"], "TR_HYBRID")
+    assert run(folders["llama"], "FULL").tokens

@@ -17,7 +17,7 @@ from atom.runtime.liveness import HeartbeatThread, LivenessPage, ProcessState
 from atom.runtime.process import read_child_config, set_process_title
 from atom.runtime.startup_phases import StartupPhases
 from atom.runtime.transport import EngineSockets
-from atom.utils.gc_utils import configure_gc, freeze_heap
+from atom.utils.gc_utils import configure_gc, freeze_heap, unfreeze_heap
 from atom.utils.logging import init_logger, set_process_name
 
 logger = init_logger(__name__)
@@ -72,6 +72,7 @@ def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: S
         run_loop(core, sockets)
     finally:
         core.close()
+        unfreeze_heap()  # some libraries complain of what outlives the interpreter
     return 0
 
 

@@ -69,6 +69,8 @@ class ModelRunner(Worker):
     def __init__(self, config: Config):
         self.platform = get_platform(config.device)
         self.config = replace(config, compilation_config=self._settle_compilation(config))
+        self._is_mode_open = config.compilation_config.is_mode_open
+        self._prefill_sizes = token_graph_sizes()  # read now: a bad value is said before weights are read
         self.device = self.platform.device()
         if self.platform.name == "cpu":
             torch.set_num_threads(config.num_threads or self.platform.default_num_threads)
@@ -363,21 +365,23 @@ class ModelRunner(Worker):
             return None
         forward, mode = self._forward, compilation.cudagraph_mode
         if not (forward.supports_token_graph or self.device.type == "cpu" or mode.uses_tr_hybrid()):
-            names = sorted({layer.backend.name for layer in forward.layers.values()})
-            raise ConfigError(
-                f"cudagraph_mode {mode.name} needs attention that a device graph can hold; {', '.join(names)} "
-                "cannot be (TR_HYBRID breaks the graph there)"
-            )
+            names = ", ".join(sorted({layer.backend.name for layer in forward.layers.values()}))
+            reason = f"needs attention that a device graph can hold; {names} cannot be"
+            if not self._is_mode_open:
+                raise ConfigError(f"cudagraph_mode {mode.name} {reason} (TR_HYBRID breaks the graph there)")
+            logger.info("cudagraph_mode TR_HYBRID: %s %s", mode.name, reason)
+            mode = CUDAGraphMode.TR_HYBRID
         prefill = []
         if forward.supports_token_graph and mode.mixed_mode() is not CUDAGraphMode.NONE:
-            prefill = [n for n in token_graph_sizes() if n <= self._chunk_tokens]
-        if mode.uses_tr_hybrid() and not token_graphs(self.model):
-            raise ConfigError(
-                f"cudagraph_mode {mode.name} needs a model with a part that is marked @token_graph; "
-                f"{type(self.model).__name__} has none"
-            )
-        given = compilation.cudagraph_capture_sizes or compilation.cuda_graph_sizes
-        decode = capture_sizes(given, self.config.max_num_seqs, self._chunk_tokens)
+            prefill = sorted({min(size, self._chunk_tokens) for size in self._prefill_sizes})
+        if not token_graphs(self.model):
+            if mode.uses_tr_hybrid():
+                raise ConfigError(
+                    f"cudagraph_mode {mode.name} needs a model with a part that is marked @token_graph; "
+                    f"{type(self.model).__name__} has none"
+                )
+            prefill = []  # nothing would be recorded of them
+        decode = capture_sizes(compilation.capture_sizes(), self.config.max_num_seqs, self._chunk_tokens)
         return GraphRecorder(forward, self.platform, self._profiler, mode, list(decode), prefill)
 
     # -- facts and tools
@@ -416,7 +420,8 @@ class ModelRunner(Worker):
     def close(self) -> None:
         if self._forward is not None:
             self._forward.clear_graphs()
-        self.model = self._forward = self._sampler = None
+        self._remaining = iter(())
+        self.model = self._forward = self._sampler = self._recorder = None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,8 +1,14 @@
 """Steps that replay recorded graphs say what eager steps say: every family, every mode, both loops."""
 
+import gc
+import weakref
+
 import pytest
+import torch
 
 from atom.config import Config, CUDAGraphMode
+from atom.errors import ConfigError
+from atom.model_engine.model_runner import ModelRunner
 from atom.sampling_params import SamplingParams
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.tiny_model import FAMILIES, make_tiny_model
@@ -87,3 +93,47 @@ def test_steps_are_padded_to_the_next_bucket(folders, mode):
 def test_eager_enforced_records_nothing(folders):
     driver = run(folders["llama"], "FULL", enforce_eager=True)
     assert driver.core.worker._recorder is None
+
+
+@pytest.mark.parametrize("sizes, recorded", [((4,), [4]), ((2, 8), [2, 5]), ((16, 32), [5])])
+def test_capture_sizes_are_taken_as_given_up_to_the_largest_batch(folders, sizes, recorded):
+    driver = run(folders["llama"], "FULL", compilation={"cudagraph_capture_sizes": sizes})
+    assert [bucket.size for bucket in driver.core.worker._recorder.recorded] == recorded[::-1]
+    assert driver.tokens == run(folders["llama"], "NONE").tokens
+
+
+@pytest.mark.parametrize("warmup", ["startup", "background", "lazy"])
+@pytest.mark.parametrize("mode", ["FULL", "TR_HYBRID"])
+def test_closing_gives_weights_cache_and_graphs_back(folders, mode, warmup):
+    core = run(folders["llama"], mode, compilation={"graph_warmup": warmup}).core
+    core.worker.record_next_graph()
+    held = {
+        "weights": core.worker.model.model,
+        "cache": next(iter(core.worker._forward._kv_caches.values())).k_cache,
+        "request graphs": core.worker._forward.req_graph,
+    }
+    gone = {name: weakref.ref(value) for name, value in held.items()}
+    held = None
+    gc.disable()
+    try:
+        core.close()
+        assert [name for name, ref in gone.items() if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_a_mode_that_nobody_asked_for_gives_way_to_one_that_attention_allows(folders, monkeypatch):
+    worker = run(folders["llama"], "FULL").core.worker
+    monkeypatch.setattr(
+        worker, "device", torch.device("cuda", 0)
+    )  # where the CPU's attention cannot be recorded
+    with pytest.raises(ConfigError, match="cudagraph_mode FULL needs attention that a device graph can hold"):
+        worker._new_recorder()
+    monkeypatch.setattr(worker, "_is_mode_open", True)
+    assert worker._new_recorder().mode is CUDAGraphMode.TR_HYBRID
+
+
+def test_bad_token_graph_sizes_are_said_before_anything_is_loaded(folders, monkeypatch):
+    monkeypatch.setenv("ATOM_TOKEN_GRAPH_SIZES", "256,many")
+    with pytest.raises(ConfigError, match="ATOM_TOKEN_GRAPH_SIZES .* got 'many'"):
+        ModelRunner(Config.build(str(folders["llama"]), device="cpu"))

@@ -21,7 +21,7 @@ from atom.model_engine.runner.forward_mode import ForwardMode, GraphTables, Step
 from atom.model_engine.runner.input_packer import InputPacker, PackedStep
 from atom.model_engine.runner.publisher import Publisher
 from atom.utils.forward_context import AttentionMetaData, Context, ForwardContext, set_forward_context
-from atom.utils.region_graph import ReqGraph, request_bucket
+from atom.utils.region_graph import ReqGraph, request_bucket, token_graphs
 
 # Hidden states, and of the sequences: rows, context lengths, running sums of query lengths; with padding.
 _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -157,7 +157,10 @@ class ForwardPass:
         return min(self.max_num_seqs, max(1, num_tokens // TOKENS_PER_PREFILL_SEQ))
 
     def clear_graphs(self) -> None:
+        """Drop every recording, and what refers to this object on their behalf."""
         self.req_graph.clear()
+        for graphs in token_graphs(self.model):
+            graphs.clear()
         self._static.clear()
         self.before_replay = self._live = None
 

@@ -277,7 +277,7 @@ class ModelRunner(Worker):
         if plan.indices is None and batch.num_tokens == batch.num_seqs:
             return result.hidden
         last = result.cu_seqlens_q[1:].long() - 1
-        return result.hidden[last if plan.indices is None else last[plan.indices]]
+        return result.hidden[last if plan.index is None else last[plan.index]]
 
     def _score_prompts(self, handle: StepHandle, hidden: torch.Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow this step's positions, where asked for."""
@@ -311,7 +311,7 @@ class ModelRunner(Worker):
         bans = late_bans(handle.batch) if plan.needs_late_mask else None
         sampled = self._sampler.sample(handle.logits, plan, bans, masks)
         stop_timer()
-        sampled_rows = rows if plan.indices is None else rows[plan.indices]
+        sampled_rows = rows if plan.index is None else rows[plan.index]
         tables.advance(rows, context_lens, sampled_rows, sampled.token_ids)
         handle.sampled = sampled.to_host()
         handle.logits = None  # the largest tensor of a step; the handle may wait for another one
@@ -346,7 +346,7 @@ class ModelRunner(Worker):
         elif warmup == "lazy":
             self._recorder.record_on_demand()
         else:
-            self._remaining = self._recorder.run(largest_first=False)
+            self._remaining = self._recorder.run_while_serving()
 
     def capture_cudagraph(self, report: ReportProgress) -> tuple[float, list[int]]:
         """Record every bucket, the largest first. Returns the seconds it took and the decode sizes, ascending."""

@@ -9,6 +9,7 @@ import torch
 from atom.config import Config, CUDAGraphMode
 from atom.errors import ConfigError
 from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.runner.forward_pass import ForwardPass
 from atom.sampling_params import SamplingParams
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.tiny_model import FAMILIES, make_tiny_model
@@ -137,3 +138,26 @@ def test_bad_token_graph_sizes_are_said_before_anything_is_loaded(folders, monke
     monkeypatch.setenv("ATOM_TOKEN_GRAPH_SIZES", "256,many")
     with pytest.raises(ConfigError, match="ATOM_TOKEN_GRAPH_SIZES .* got 'many'"):
         ModelRunner(Config.build(str(folders["llama"]), device="cpu"))
+
+
+@pytest.mark.parametrize("warmup", ["background", "lazy"])
+def test_serving_goes_on_when_a_graph_cannot_be_recorded(folders, monkeypatch, warmup):
+    asked = []
+
+    def fail_for_four(self):
+        size = self._live.mode.running_bs
+        asked.append(size)
+        if size == 4:
+            raise RuntimeError("out of memory")
+        record(self)
+
+    record = ForwardPass.record_request
+    monkeypatch.setattr(ForwardPass, "record_request", fail_for_four)
+    driver = run(folders["llama"], "FULL", compilation={"graph_warmup": warmup}, max_num_seqs=4)
+    worker = driver.core.worker
+    while worker.record_next_graph():
+        pass
+    assert driver.tokens == run(folders["llama"], "NONE").tokens
+    assert asked.count(4) == 1  # it is not tried again
+    assert 4 not in worker._forward.graphs.request_sizes[1]
+    assert not worker.record_next_graph()

@@ -81,8 +81,9 @@ class ForwardPass:
         self.max_num_seqs = max_num_seqs
         self.graphs = GraphTables(enforce_eager=True)  # what may be replayed; the recorder replaces it
         self.req_graph = ReqGraph(device=device)
-        # Called with kind and size of the bucket that a step is about to replay; records it where need be.
-        self.before_replay: Callable[[str, int], None] | None = None
+        # Called with kind and size of the bucket that a step is about to replay; records it where need be. False: it
+        # cannot be replayed.
+        self.before_replay: Callable[[str, int], bool] | None = None
         self._groups = groups
         self._kv_caches = kv_caches
         self.tables = DeviceTables(
@@ -105,10 +106,10 @@ class ForwardPass:
         """Launch the step's forward pass; never waits for the device."""
         mode = self._decide(batch)
         if mode.kind != "eager" and self.before_replay is not None:
-            if batch.num_prefill_seqs:
-                self.before_replay("prefill", mode.running_tokens)
-            else:
-                self.before_replay("decode", mode.running_bs)
+            is_prefill = batch.num_prefill_seqs > 0
+            kind, size = ("prefill", mode.running_tokens) if is_prefill else ("decode", mode.running_bs)
+            if not self.before_replay(kind, size):
+                mode = ForwardMode("eager", batch.num_seqs, batch.num_tokens)
         step = self._packer.pack(batch, mode.running_bs)
         query_lens = batch.num_scheduled
         context_lens = [start + n for start, n in zip(batch.starts, query_lens, strict=True)]

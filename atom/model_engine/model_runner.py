@@ -35,7 +35,7 @@ from atom.platforms import get_platform
 from atom.utils.debug_helper import install_block_forward_hooks, needs_eager
 from atom.utils.decorators import can_compile, compile_as_is
 from atom.utils.logging import init_logger
-from atom.utils.region_graph import token_graphs
+from atom.utils.region_graph import ReqGraph, token_graphs
 
 __all__ = ["ModelRunner", "support_model_arch_dict"]
 
@@ -81,6 +81,8 @@ class ModelRunner(Worker):
         self.block_size = config.kv_cache_block_size
         self.model: torch.nn.Module | None = None
         self.groups: list[CacheGroupSpec] = []
+        self.req_graph = ReqGraph(device=self.device)  # decode steps by request bucket
+        self.forward_vars: dict[str, torch.Tensor] = {}  # what a step's inputs lie in, at fixed addresses
         self._forward: ForwardPass | None = None
         self._recorder: GraphRecorder | None = None
         self._remaining: Iterator[RecordedBucket] = iter(())  # still to be recorded, while serving
@@ -221,6 +223,7 @@ class ModelRunner(Worker):
             self.model,
             groups,
             kv_caches,
+            self.req_graph,
             block_size=self.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_blocks=-(-self.max_model_len // self.block_size) + 1,
@@ -228,6 +231,9 @@ class ModelRunner(Worker):
             device=self.device,
             annotate=self._profiler.step,
         )
+        self.forward_vars = self._forward.buffers()
+        size = sum(buffer.nbytes for buffer in self.forward_vars.values())
+        logger.debug("step buffers on the device: %s (%s)", format_bytes(size), ", ".join(self.forward_vars))
         self.set_vocab_size(self.hf_config.vocab_size)
 
     def _new_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -262,14 +268,20 @@ class ModelRunner(Worker):
     # -- steps
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
-        plan = self._sampler.plan(batch)
+        handle = self.run_model(batch, self._sampler.plan(batch))
+        self._score_prompts(handle, handle.result.hidden)
+        return handle
+
+    def run_model(self, batch: ScheduledBatch, plan: SamplingPlan) -> StepHandle:
+        """The forward pass, eagerly or by a recorded graph as ``ForwardMode.decide`` says, and the logits of what
+        samples, outside of any graph.
+        """
         stop_timer = self._timer.start("gpu_forward_seconds")
         result = self._forward.run(batch)
         stop_timer()
         handle = StepHandle(batch, result, plan)
         if plan.indices is None or plan.indices:
             handle.logits = self.model.compute_logits(self._last_rows(batch, plan, result))
-        self._score_prompts(handle, result.hidden)
         return handle
 
     def _last_rows(self, batch: ScheduledBatch, plan: SamplingPlan, result: ForwardResult) -> torch.Tensor:
@@ -358,13 +370,17 @@ class ModelRunner(Worker):
     def record_next_graph(self) -> bool:
         return next(self._remaining, None) is not None
 
+    def _tr_hybrid_active(self) -> bool:
+        """Whether decode steps replay token graphs, which break where attention cannot be recorded."""
+        return self.config.compilation_config.cudagraph_mode.uses_tr_hybrid()
+
     def _new_recorder(self) -> GraphRecorder | None:
         """What records the configured buckets; None where nothing is to be recorded."""
         compilation = self.config.compilation_config
         if not compilation.captures_graphs:
             return None
         forward, mode = self._forward, compilation.cudagraph_mode
-        if not (forward.supports_token_graph or self.device.type == "cpu" or mode.uses_tr_hybrid()):
+        if not (forward.supports_token_graph or self.device.type == "cpu" or self._tr_hybrid_active()):
             names = ", ".join(sorted({layer.backend.name for layer in forward.layers.values()}))
             reason = f"needs attention that a device graph can hold; {names} cannot be"
             if not self._is_mode_open:
@@ -420,7 +436,7 @@ class ModelRunner(Worker):
     def close(self) -> None:
         if self._forward is not None:
             self._forward.clear_graphs()
-        self._remaining = iter(())
+        self._remaining, self.forward_vars = iter(()), {}
         self.model = self._forward = self._sampler = self._recorder = None
 
 

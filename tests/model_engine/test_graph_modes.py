@@ -111,7 +111,7 @@ def test_closing_gives_weights_cache_and_graphs_back(folders, mode, warmup):
     held = {
         "weights": core.worker.model.model,
         "cache": next(iter(core.worker._forward._kv_caches.values())).k_cache,
-        "request graphs": core.worker._forward.req_graph,
+        "forward pass": core.worker._forward,
     }
     gone = {name: weakref.ref(value) for name, value in held.items()}
     held = None
@@ -119,6 +119,7 @@ def test_closing_gives_weights_cache_and_graphs_back(folders, mode, warmup):
     try:
         core.close()
         assert [name for name, ref in gone.items() if ref() is not None] == []
+        assert len(core.worker.req_graph) == 0
     finally:
         gc.enable()
 
@@ -161,3 +162,13 @@ def test_serving_goes_on_when_a_graph_cannot_be_recorded(folders, monkeypatch, w
     assert asked.count(4) == 1  # it is not tried again
     assert 4 not in worker._forward.graphs.request_sizes[1]
     assert not worker.record_next_graph()
+
+
+def test_the_runner_tells_its_graphs_and_fixed_buffers(folders):
+    worker = run(folders["gemma3"], "FULL").core.worker
+    assert worker.req_graph.sizes() == (1, 2, 4)
+    assert set(worker.forward_vars) == {
+        "packed_step", "computed", "last_token", "block_tables_0", "block_tables_1",
+    }  # fmt: skip
+    addresses = {name: buffer.data_ptr() for name, buffer in worker._forward.buffers().items()}
+    assert addresses == {name: buffer.data_ptr() for name, buffer in worker.forward_vars.items()}

@@ -56,6 +56,7 @@ class ForwardPass:
 
     Args:
         model: called with ``input_ids``, ``positions`` inside a forward context.
+        req_graph: where decode steps are recorded whole.
         layers: attention layers by name, in the order of their caches.
         chunk_tokens: the most tokens of a step; ``max_blocks`` alike of a sequence's table.
         annotate: names a step in traces, see ``StepProfiler.step``.
@@ -66,6 +67,7 @@ class ForwardPass:
         model: torch.nn.Module,
         groups: list[CacheGroupSpec],
         kv_caches: dict[str, KVCacheTensor],
+        req_graph: ReqGraph,
         *,
         block_size: int,
         max_num_seqs: int,
@@ -80,7 +82,7 @@ class ForwardPass:
         self._annotate = annotate
         self.max_num_seqs = max_num_seqs
         self.graphs = GraphTables(enforce_eager=True)  # what may be replayed; the recorder replaces it
-        self.req_graph = ReqGraph(device=device)
+        self.req_graph = req_graph
         # Called with kind and size of the bucket that a step is about to replay; records it where need be. False: it
         # cannot be replayed.
         self.before_replay: Callable[[str, int], bool] | None = None
@@ -101,6 +103,16 @@ class ForwardPass:
     def supports_token_graph(self) -> bool:
         """Whether every attention layer can be held by a device graph."""
         return all(layer.backend.supports_token_graph for layer in self.layers.values())
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What recorded graphs read beside weights and cache, by name; the addresses never change."""
+        tables = self.tables
+        named = {
+            "packed_step": self._publisher.buffer,
+            "computed": tables.computed,
+            "last_token": tables.last_token,
+        }
+        return named | {f"block_tables_{i}": table for i, table in enumerate(tables.block_tables)}
 
     def run(self, batch: ScheduledBatch) -> ForwardResult:
         """Launch the step's forward pass; never waits for the device."""

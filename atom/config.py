@@ -316,11 +316,12 @@ class Config:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
 
     def _set_cudagraph_sizes(self) -> None:
-        """Compute ``capture_sizes``: those of the compilation configuration that a batch can have."""
+        """Compute ``capture_sizes``: the compilation configuration's; above ``max_num_seqs``, the largest batch."""
         sizes: tuple[int, ...] = ()
         if self.compilation_config.captures_graphs and not self.enforce_eager:
             sizes = self.compilation_config.capture_sizes()
-        object.__setattr__(self, "_capture_sizes", tuple(size for size in sizes if size <= self.max_num_seqs))
+        sizes = tuple(sorted({min(size, self.max_num_seqs) for size in sizes}))
+        object.__setattr__(self, "_capture_sizes", sizes)
 
     @property
     def capture_sizes(self) -> tuple[int, ...]:

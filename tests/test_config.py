@@ -270,6 +270,7 @@ def test_capture_sizes():
     config = Config("m", max_num_seqs=4, compilation_config={"level": 3})
     assert config.capture_sizes == (1, 2, 3, 4)
     assert config.replace(enforce_eager=True).capture_sizes == ()
+    assert config.replace(max_num_seqs=12).capture_sizes == (*range(1, 9), 12)  # full batches have a bucket
     compiled = CompilationConfig(compile_sizes=["cudagraph_capture_sizes", 3], cuda_graph_sizes=[2, 4])
     assert compiled.resolved_compile_sizes() == (2, 3, 4)
 

@@ -35,7 +35,7 @@ from atom.platforms import get_platform
 from atom.utils.debug_helper import install_block_forward_hooks, needs_eager
 from atom.utils.decorators import can_compile, compile_as_is
 from atom.utils.logging import init_logger
-from atom.utils.region_graph import token_graphs
+from atom.utils.region_graph import ReqGraph, token_graphs
 
 __all__ = ["ModelRunner", "support_model_arch_dict"]
 
@@ -69,6 +69,8 @@ class ModelRunner(Worker):
     def __init__(self, config: Config):
         self.platform = get_platform(config.device)
         self.config = replace(config, compilation_config=self._settle_compilation(config))
+        self._is_mode_open = config.compilation_config.is_mode_open
+        self._prefill_sizes = token_graph_sizes()  # read now: a bad value is said before weights are read
         self.device = self.platform.device()
         if self.platform.name == "cpu":
             torch.set_num_threads(config.num_threads or self.platform.default_num_threads)
@@ -79,6 +81,8 @@ class ModelRunner(Worker):
         self.block_size = config.kv_cache_block_size
         self.model: torch.nn.Module | None = None
         self.groups: list[CacheGroupSpec] = []
+        self.req_graph = ReqGraph(device=self.device)  # decode steps by request bucket
+        self.forward_vars: dict[str, torch.Tensor] = {}  # what a step's inputs lie in, at fixed addresses
         self._forward: ForwardPass | None = None
         self._recorder: GraphRecorder | None = None
         self._remaining: Iterator[RecordedBucket] = iter(())  # still to be recorded, while serving
@@ -219,6 +223,7 @@ class ModelRunner(Worker):
             self.model,
             groups,
             kv_caches,
+            self.req_graph,
             block_size=self.block_size,
             max_num_seqs=self.config.max_num_seqs,
             max_blocks=-(-self.max_model_len // self.block_size) + 1,
@@ -226,6 +231,9 @@ class ModelRunner(Worker):
             device=self.device,
             annotate=self._profiler.step,
         )
+        self.forward_vars = self._forward.buffers()
+        size = sum(buffer.nbytes for buffer in self.forward_vars.values())
+        logger.debug("step buffers on the device: %s (%s)", format_bytes(size), ", ".join(self.forward_vars))
         self.set_vocab_size(self.hf_config.vocab_size)
 
     def _new_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -260,14 +268,20 @@ class ModelRunner(Worker):
     # -- steps
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
-        plan = self._sampler.plan(batch)
+        handle = self.run_model(batch, self._sampler.plan(batch))
+        self._score_prompts(handle, handle.result.hidden)
+        return handle
+
+    def run_model(self, batch: ScheduledBatch, plan: SamplingPlan) -> StepHandle:
+        """The forward pass, eagerly or by a recorded graph as ``ForwardMode.decide`` says, and the logits of what
+        samples, outside of any graph.
+        """
         stop_timer = self._timer.start("gpu_forward_seconds")
         result = self._forward.run(batch)
         stop_timer()
         handle = StepHandle(batch, result, plan)
         if plan.indices is None or plan.indices:
             handle.logits = self.model.compute_logits(self._last_rows(batch, plan, result))
-        self._score_prompts(handle, result.hidden)
         return handle
 
     def _last_rows(self, batch: ScheduledBatch, plan: SamplingPlan, result: ForwardResult) -> torch.Tensor:
@@ -275,7 +289,7 @@ class ModelRunner(Worker):
         if plan.indices is None and batch.num_tokens == batch.num_seqs:
             return result.hidden
         last = result.cu_seqlens_q[1:].long() - 1
-        return result.hidden[last if plan.indices is None else last[plan.indices]]
+        return result.hidden[last if plan.index is None else last[plan.index]]
 
     def _score_prompts(self, handle: StepHandle, hidden: torch.Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow this step's positions, where asked for."""
@@ -309,7 +323,7 @@ class ModelRunner(Worker):
         bans = late_bans(handle.batch) if plan.needs_late_mask else None
         sampled = self._sampler.sample(handle.logits, plan, bans, masks)
         stop_timer()
-        sampled_rows = rows if plan.indices is None else rows[plan.indices]
+        sampled_rows = rows if plan.index is None else rows[plan.index]
         tables.advance(rows, context_lens, sampled_rows, sampled.token_ids)
         handle.sampled = sampled.to_host()
         handle.logits = None  # the largest tensor of a step; the handle may wait for another one
@@ -344,7 +358,7 @@ class ModelRunner(Worker):
         elif warmup == "lazy":
             self._recorder.record_on_demand()
         else:
-            self._remaining = self._recorder.run(largest_first=False)
+            self._remaining = self._recorder.run_while_serving()
 
     def capture_cudagraph(self, report: ReportProgress) -> tuple[float, list[int]]:
         """Record every bucket, the largest first. Returns the seconds it took and the decode sizes, ascending."""
@@ -356,28 +370,34 @@ class ModelRunner(Worker):
     def record_next_graph(self) -> bool:
         return next(self._remaining, None) is not None
 
+    def _tr_hybrid_active(self) -> bool:
+        """Whether decode steps replay token graphs, which break where attention cannot be recorded."""
+        return self.config.compilation_config.cudagraph_mode.uses_tr_hybrid()
+
     def _new_recorder(self) -> GraphRecorder | None:
         """What records the configured buckets; None where nothing is to be recorded."""
         compilation = self.config.compilation_config
         if not compilation.captures_graphs:
             return None
         forward, mode = self._forward, compilation.cudagraph_mode
-        if not (forward.supports_token_graph or self.device.type == "cpu" or mode.uses_tr_hybrid()):
-            names = sorted({layer.backend.name for layer in forward.layers.values()})
-            raise ConfigError(
-                f"cudagraph_mode {mode.name} needs attention that a device graph can hold; {', '.join(names)} "
-                "cannot be (TR_HYBRID breaks the graph there)"
-            )
+        if not (forward.supports_token_graph or self.device.type == "cpu" or self._tr_hybrid_active()):
+            names = ", ".join(sorted({layer.backend.name for layer in forward.layers.values()}))
+            reason = f"needs attention that a device graph can hold; {names} cannot be"
+            if not self._is_mode_open:
+                raise ConfigError(f"cudagraph_mode {mode.name} {reason} (TR_HYBRID breaks the graph there)")
+            logger.info("cudagraph_mode TR_HYBRID: %s %s", mode.name, reason)
+            mode = CUDAGraphMode.TR_HYBRID
         prefill = []
         if forward.supports_token_graph and mode.mixed_mode() is not CUDAGraphMode.NONE:
-            prefill = [n for n in token_graph_sizes() if n <= self._chunk_tokens]
-        if mode.uses_tr_hybrid() and not token_graphs(self.model):
-            raise ConfigError(
-                f"cudagraph_mode {mode.name} needs a model with a part that is marked @token_graph; "
-                f"{type(self.model).__name__} has none"
-            )
-        given = compilation.cudagraph_capture_sizes or compilation.cuda_graph_sizes
-        decode = capture_sizes(given, self.config.max_num_seqs, self._chunk_tokens)
+            prefill = sorted({min(size, self._chunk_tokens) for size in self._prefill_sizes})
+        if not token_graphs(self.model):
+            if mode.uses_tr_hybrid():
+                raise ConfigError(
+                    f"cudagraph_mode {mode.name} needs a model with a part that is marked @token_graph; "
+                    f"{type(self.model).__name__} has none"
+                )
+            prefill = []  # nothing would be recorded of them
+        decode = capture_sizes(compilation.capture_sizes(), self.config.max_num_seqs, self._chunk_tokens)
         return GraphRecorder(forward, self.platform, self._profiler, mode, list(decode), prefill)
 
     # -- facts and tools
@@ -416,7 +436,8 @@ class ModelRunner(Worker):
     def close(self) -> None:
         if self._forward is not None:
             self._forward.clear_graphs()
-        self.model = self._forward = self._sampler = None
+        self._remaining, self.forward_vars = iter(()), {}
+        self.model = self._forward = self._sampler = self._recorder = None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

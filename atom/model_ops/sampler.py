@@ -70,6 +70,7 @@ class SamplingPlan:
 
     indices: list[int] | None
     composition: _Composition
+    index: torch.Tensor | None = None  # ``indices`` on the device: indexing by a list would wait for it
     positions: torch.Tensor | None = None  # [random rows] int64
     min_token_bans: list[tuple[int, int]] = field(default_factory=list)  # (logits row, id)
     logged_batch: ScheduledBatch | None = None  # whose logits go to the log of the best
@@ -160,7 +161,7 @@ class Sampler:
         composition = self._composition
         if composition.version != tables.version or composition.rows != rows:
             composition = self._composition = self._compose(list(rows))
-        plan = SamplingPlan(indices, composition)
+        plan = SamplingPlan(indices, composition, None if indices is None else self._tensor(indices))
         if composition.needs & (RANDOM | MIN_TOKENS):
             self._add_positions(plan, batch)
         if self._topk_log is not None:

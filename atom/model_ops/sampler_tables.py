@@ -166,9 +166,11 @@ class SamplerTables:
         )  # fmt: skip
         self._host_top_k[row] = max(0, p.top_k)
         self._host_seeds[row] = self._seed_of(seq)
-        self._floats[row].copy_(torch.from_numpy(self._host_floats[row]))
-        self._top_k[row : row + 1].copy_(torch.from_numpy(self._host_top_k[row : row + 1]))
-        self._seeds[row : row + 1].copy_(torch.from_numpy(self._host_seeds[row : row + 1]))
+        # From pageable memory the bytes are taken before the call returns; non_blocking: without waiting for steps.
+        for device, host in (
+            (self._floats, self._host_floats), (self._top_k, self._host_top_k), (self._seeds, self._host_seeds),
+        ):  # fmt: skip
+            device[row].copy_(torch.from_numpy(host[row : row + 1])[0], non_blocking=True)
         if needs & PENALTIES:
             self.slots[row] = self.penalties.acquire(seq)
 

@@ -130,5 +130,8 @@ for name, (kernel, types, constants, options) in CASES.items():
         "spilled": max(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
         "wide": len(re.findall(r"ld\.global[.\w:]*v4|cp\.async\.[^;]*0x10", compiled.asm["ptx"])),
         "shared": compiled.metadata.shared,
+        "specialised": [
+            p.name for p in kernel.params if p.name.startswith("num_") and not p.do_not_specialize
+        ],
     }
 print(json.dumps(found))

@@ -167,16 +167,15 @@ def test_deciding_costs_microseconds():
     assert among < 60e-6
 
 
-def test_one_capture_size_is_a_ladder():
-    ladder = capture_sizes((512,), 512, 8192)
-    assert ladder[::-1] == (*range(1, 9), *range(16, 513, 16))
-
-
 def test_capture_sizes_are_descending_and_within_what_a_step_can_have():
     assert capture_sizes((4, 1, 2, 4), 512, 8192) == (4, 2, 1)
-    assert capture_sizes((512,), 20, 8192) == (16, 8, 7, 6, 5, 4, 3, 2, 1)
-    assert capture_sizes((512,), 512, 20, max_seqlen_q=4) == (5, 4, 3, 2, 1)
-    assert capture_sizes((8, 16), 4, 8192) == ()
+    assert capture_sizes((1, 2, 4, 8, 16), 12, 8192) == (12, 8, 4, 2, 1)
+    assert capture_sizes((1, 2, 4, 8), 512, 20, max_seqlen_q=4) == (5, 4, 2, 1)
+    assert capture_sizes((8, 16), 4, 8192) == (4,)
+
+
+def test_one_capture_size_means_itself():
+    assert capture_sizes((64,), 256, 8192) == (64,)
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 1), (-3,)])

@@ -1,8 +1,15 @@
 """Steps that replay recorded graphs say what eager steps say: every family, every mode, both loops."""
 
+import gc
+import weakref
+
 import pytest
+import torch
 
 from atom.config import Config, CUDAGraphMode
+from atom.errors import ConfigError
+from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.runner.forward_pass import ForwardPass
 from atom.sampling_params import SamplingParams
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.tiny_model import FAMILIES, make_tiny_model
@@ -87,3 +94,81 @@ def test_steps_are_padded_to_the_next_bucket(folders, mode):
 def test_eager_enforced_records_nothing(folders):
     driver = run(folders["llama"], "FULL", enforce_eager=True)
     assert driver.core.worker._recorder is None
+
+
+@pytest.mark.parametrize("sizes, recorded", [((4,), [4]), ((2, 8), [2, 5]), ((16, 32), [5])])
+def test_capture_sizes_are_taken_as_given_up_to_the_largest_batch(folders, sizes, recorded):
+    driver = run(folders["llama"], "FULL", compilation={"cudagraph_capture_sizes": sizes})
+    assert [bucket.size for bucket in driver.core.worker._recorder.recorded] == recorded[::-1]
+    assert driver.tokens == run(folders["llama"], "NONE").tokens
+
+
+@pytest.mark.parametrize("warmup", ["startup", "background", "lazy"])
+@pytest.mark.parametrize("mode", ["FULL", "TR_HYBRID"])
+def test_closing_gives_weights_cache_and_graphs_back(folders, mode, warmup):
+    core = run(folders["llama"], mode, compilation={"graph_warmup": warmup}).core
+    core.worker.record_next_graph()
+    held = {
+        "weights": core.worker.model.model,
+        "cache": next(iter(core.worker._forward._kv_caches.values())).k_cache,
+        "forward pass": core.worker._forward,
+    }
+    gone = {name: weakref.ref(value) for name, value in held.items()}
+    held = None
+    gc.disable()
+    try:
+        core.close()
+        assert [name for name, ref in gone.items() if ref() is not None] == []
+        assert len(core.worker.req_graph) == 0
+    finally:
+        gc.enable()
+
+
+def test_a_mode_that_nobody_asked_for_gives_way_to_one_that_attention_allows(folders, monkeypatch):
+    worker = run(folders["llama"], "FULL").core.worker
+    monkeypatch.setattr(
+        worker, "device", torch.device("cuda", 0)
+    )  # where the CPU's attention cannot be recorded
+    with pytest.raises(ConfigError, match="cudagraph_mode FULL needs attention that a device graph can hold"):
+        worker._new_recorder()
+    monkeypatch.setattr(worker, "_is_mode_open", True)
+    assert worker._new_recorder().mode is CUDAGraphMode.TR_HYBRID
+
+
+def test_bad_token_graph_sizes_are_said_before_anything_is_loaded(folders, monkeypatch):
+    monkeypatch.setenv("ATOM_TOKEN_GRAPH_SIZES", "256,many")
+    with pytest.raises(ConfigError, match="ATOM_TOKEN_GRAPH_SIZES .* got 'many'"):
+        ModelRunner(Config.build(str(folders["llama"]), device="cpu"))
+
+
+@pytest.mark.parametrize("warmup", ["background", "lazy"])
+def test_serving_goes_on_when_a_graph_cannot_be_recorded(folders, monkeypatch, warmup):
+    asked = []
+
+    def fail_for_four(self):
+        size = self._live.mode.running_bs
+        asked.append(size)
+        if size == 4:
+            raise RuntimeError("out of memory")
+        record(self)
+
+    record = ForwardPass.record_request
+    monkeypatch.setattr(ForwardPass, "record_request", fail_for_four)
+    driver = run(folders["llama"], "FULL", compilation={"graph_warmup": warmup}, max_num_seqs=4)
+    worker = driver.core.worker
+    while worker.record_next_graph():
+        pass
+    assert driver.tokens == run(folders["llama"], "NONE").tokens
+    assert asked.count(4) == 1  # it is not tried again
+    assert 4 not in worker._forward.graphs.request_sizes[1]
+    assert not worker.record_next_graph()
+
+
+def test_the_runner_tells_its_graphs_and_fixed_buffers(folders):
+    worker = run(folders["gemma3"], "FULL").core.worker
+    assert worker.req_graph.sizes() == (1, 2, 4)
+    assert set(worker.forward_vars) == {
+        "packed_step", "computed", "last_token", "block_tables_0", "block_tables_1",
+    }  # fmt: skip
+    addresses = {name: buffer.data_ptr() for name, buffer in worker._forward.buffers().items()}
+    assert addresses == {name: buffer.data_ptr() for name, buffer in worker.forward_vars.items()}

@@ -14,7 +14,8 @@ from atom.kernels.triton.attention_parts import LOG2_E, NEVER, add_tile
 TILE_Q = 64
 
 
-@triton.jit
+# Steps have any number of sequences and tokens: none of them is worth a compilation of its own, least of all 1.
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def _varlen(
     q,
     keys,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from atom.config_parts import CUDAGraphMode, capture_sizes_from
+from atom.config_parts import CUDAGraphMode
 from atom.errors import ConfigError
 from atom.utils import envs
 
@@ -132,10 +132,9 @@ def capture_sizes(
     """Request counts to record, largest first so that the shared pool is laid out once.
 
     Args:
-        sizes: one size N means 1 to 8, then every 16 up to N; several mean themselves.
+        sizes: request counts as ``CompilationConfig.capture_sizes`` gives them. What no step can have (by
+            ``max_num_seqs`` or the token budget) stands for the largest step, so that full batches have a bucket.
         max_seqlen_q: rows of each decoding request: 1, or the drafts it verifies and one.
-
-    Sizes that no step can have (by ``max_num_seqs`` or the token budget) are left out.
 
     Raises:
         ConfigError: a size or ``max_seqlen_q`` is below 1.
@@ -145,7 +144,7 @@ def capture_sizes(
     if max_seqlen_q < 1:
         raise ConfigError(f"max_seqlen_q must be at least 1, got {max_seqlen_q}")
     largest = min(max_num_seqs, max_num_batched_tokens // max_seqlen_q)
-    return tuple(size for size in reversed(capture_sizes_from(tuple(sizes))) if size <= largest)
+    return tuple(sorted({min(size, largest) for size in sizes} - {0}, reverse=True))
 
 
 def decode_token_buckets(

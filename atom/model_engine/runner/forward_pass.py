@@ -21,7 +21,7 @@ from atom.model_engine.runner.forward_mode import ForwardMode, GraphTables, Step
 from atom.model_engine.runner.input_packer import InputPacker, PackedStep
 from atom.model_engine.runner.publisher import Publisher
 from atom.utils.forward_context import AttentionMetaData, Context, ForwardContext, set_forward_context
-from atom.utils.region_graph import ReqGraph, request_bucket
+from atom.utils.region_graph import ReqGraph, request_bucket, token_graphs
 
 # Hidden states, and of the sequences: rows, context lengths, running sums of query lengths; with padding.
 _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -56,6 +56,7 @@ class ForwardPass:
 
     Args:
         model: called with ``input_ids``, ``positions`` inside a forward context.
+        req_graph: where decode steps are recorded whole.
         layers: attention layers by name, in the order of their caches.
         chunk_tokens: the most tokens of a step; ``max_blocks`` alike of a sequence's table.
         annotate: names a step in traces, see ``StepProfiler.step``.
@@ -66,6 +67,7 @@ class ForwardPass:
         model: torch.nn.Module,
         groups: list[CacheGroupSpec],
         kv_caches: dict[str, KVCacheTensor],
+        req_graph: ReqGraph,
         *,
         block_size: int,
         max_num_seqs: int,
@@ -80,9 +82,10 @@ class ForwardPass:
         self._annotate = annotate
         self.max_num_seqs = max_num_seqs
         self.graphs = GraphTables(enforce_eager=True)  # what may be replayed; the recorder replaces it
-        self.req_graph = ReqGraph(device=device)
-        # Called with kind and size of the bucket that a step is about to replay; records it where need be.
-        self.before_replay: Callable[[str, int], None] | None = None
+        self.req_graph = req_graph
+        # Called with kind and size of the bucket that a step is about to replay; records it where need be. False: it
+        # cannot be replayed.
+        self.before_replay: Callable[[str, int], bool] | None = None
         self._groups = groups
         self._kv_caches = kv_caches
         self.tables = DeviceTables(
@@ -101,14 +104,24 @@ class ForwardPass:
         """Whether every attention layer can be held by a device graph."""
         return all(layer.backend.supports_token_graph for layer in self.layers.values())
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What recorded graphs read beside weights and cache, by name; the addresses never change."""
+        tables = self.tables
+        named = {
+            "packed_step": self._publisher.buffer,
+            "computed": tables.computed,
+            "last_token": tables.last_token,
+        }
+        return named | {f"block_tables_{i}": table for i, table in enumerate(tables.block_tables)}
+
     def run(self, batch: ScheduledBatch) -> ForwardResult:
         """Launch the step's forward pass; never waits for the device."""
         mode = self._decide(batch)
         if mode.kind != "eager" and self.before_replay is not None:
-            if batch.num_prefill_seqs:
-                self.before_replay("prefill", mode.running_tokens)
-            else:
-                self.before_replay("decode", mode.running_bs)
+            is_prefill = batch.num_prefill_seqs > 0
+            kind, size = ("prefill", mode.running_tokens) if is_prefill else ("decode", mode.running_bs)
+            if not self.before_replay(kind, size):
+                mode = ForwardMode("eager", batch.num_seqs, batch.num_tokens)
         step = self._packer.pack(batch, mode.running_bs)
         query_lens = batch.num_scheduled
         context_lens = [start + n for start, n in zip(batch.starts, query_lens, strict=True)]
@@ -157,7 +170,10 @@ class ForwardPass:
         return min(self.max_num_seqs, max(1, num_tokens // TOKENS_PER_PREFILL_SEQ))
 
     def clear_graphs(self) -> None:
+        """Drop every recording, and what refers to this object on their behalf."""
         self.req_graph.clear()
+        for graphs in token_graphs(self.model):
+            graphs.clear()
         self._static.clear()
         self.before_replay = self._live = None
 

@@ -61,18 +61,37 @@ class GraphRecorder:
             yield self._record(kind, size)
         self._log()
 
-    def record_on_demand(self) -> None:
-        """Let steps choose among all buckets, and record each when a step first needs it."""
-        recorded: set[tuple[str, int]] = set()
+    def run_while_serving(self) -> Iterator[RecordedBucket]:
+        """The same, the smallest first. A recording that fails is the last: steps go on with those there are."""
+        try:
+            yield from self.run(largest_first=False)
+        except RuntimeError as error:  # out of memory, for one
+            logger.warning("no more graphs are recorded: %s", error)
 
-        def record(kind: str, size: int) -> None:
-            if (kind, size) not in recorded:
+    def record_on_demand(self) -> None:
+        """Let steps choose among all buckets, and record each when a step first needs it.
+
+        What fails to be recorded is not offered again.
+        """
+        recorded: set[tuple[str, int]] = set()
+        offered = {"decode": list(self.decode_sizes), "prefill": list(self.prefill_sizes)}
+
+        def offer() -> None:
+            self.forward.graphs = self._tables(offered["decode"], offered["prefill"])
+
+        def record(kind: str, size: int) -> bool:
+            if (kind, size) in recorded:
+                return True
+            try:
                 self._record(kind, size)
                 recorded.add((kind, size))
-                self.forward.graphs = everything
+            except RuntimeError as error:
+                logger.warning("steps of %s %d run eagerly: %s", kind, size, error)
+                offered[kind].remove(size)
+            offer()
+            return (kind, size) in recorded
 
-        everything = self._tables(self.decode_sizes, self.prefill_sizes)
-        self.forward.graphs = everything
+        offer()
         self.forward.before_replay = record
 
     def _record(self, kind: str, size: int) -> RecordedBucket:

@@ -30,6 +30,11 @@ class Publisher:
         """The ring, for the packer."""
         return [tensor.numpy() for tensor in self._host]
 
+    @property
+    def buffer(self) -> torch.Tensor:
+        """What holds the step under way: the device's buffer, on the CPU the first of the ring."""
+        return self._host[0] if self._device_buffer is None else self._device_buffer
+
     def wait_for(self, slot: int) -> None:
         """Return once the device has read ``slot``."""
         if self._device_buffer is not None:

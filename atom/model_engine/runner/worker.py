@@ -13,7 +13,8 @@ ReportProgress = Callable[[str, float], None]  # (phase, fraction in [0, 1])
 
 class Worker(ABC):
     """Computes steps. Calls come from one thread, in this order: ``load``, ``cache_groups``, ``allocate``,
-    ``warm_up``, then ``launch`` / ``sample`` / ``wait`` for each step, and ``close`` once.
+    ``warm_up``, ``record_graphs``, then ``launch`` / ``sample`` / ``wait`` for each step, ``record_next_graph``
+    between steps, and ``close`` once.
 
     Steps run in launch order on one stream: what a step frees may be written by the next.
     """

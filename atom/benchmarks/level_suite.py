@@ -26,7 +26,7 @@ MODELS = Path(__file__).parent / "models"
 MODES = ("NONE", "FULL", "TR_HYBRID")
 PROMPT_TOKENS = 128
 KV_BYTES = 12 << 30
-WARM_STEPS, TIMED_STEPS = 16, 128
+WARM_STEPS, TIMED_STEPS = 16, 64
 
 
 class LevelResult(msgspec.Struct):

@@ -408,6 +408,8 @@ class ModelRunner(Worker):
             "device_reason": self.platform.reason,
             "dtype": dtype_name(self.dtype),
             "backends": self._backends(),
+            "compilation_level": int(self.config.compilation_level),
+            "cudagraph_mode": (self.config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE).name,
             "num_threads": torch.get_num_threads(),
             "loop": "overlapped" if self.uses_overlapped_loop() else "plain",
             "max_model_len": self.max_model_len,

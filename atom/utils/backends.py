@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class CompilerManager:
         self.cache: Index = {}
         self._folder: ArtifactFolder | None = None
         self._made: dict[tuple[int | None, str], tuple[Callable[..., Any], Any]] = {}
+        self.artifacts: dict[int, tuple[Any, str]] = {}  # general code: piece -> (handle, fingerprint)
 
     def compute_hash(self, config: Config) -> str:
         return f"{self.compiler.name}:{self.compiler.compute_hash(config)}"
@@ -98,6 +100,8 @@ class CompilerManager:
                 code, handle = self._load_or_build(graph, example_inputs, place)
             self._remember(place, handle)
         self._made[runtime_shape, source] = code, handle
+        if runtime_shape is None:
+            self.artifacts[graph_index] = handle, source
         return code
 
     def _load_or_build(self, graph: fx.GraphModule, example_inputs: Sequence[Any], place: tuple) -> tuple:
@@ -213,13 +217,17 @@ class PiecewiseCompileInterpreter(fx.Interpreter):
         self._names = frozenset(compile_submod_names)
         self._make_piece = make_piece
         self._arguments: dict[str, tuple[Any, ...]] = {}
+        self.changes_inputs = False  # known after ``run``
 
     def run(self, *args: Any) -> Any:
         from torch._dispatch.python import enable_python_dispatcher
 
         fakes = [self.fake_mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
+        tensors = [x for x in fakes if isinstance(x, torch.Tensor) and not x.is_inference()]
+        versions = [x._version for x in tensors]
         with self.fake_mode, enable_python_dispatcher():
             result = super().run(*fakes)
+        self.changes_inputs = versions != [x._version for x in tensors]
         for name, arguments in self._arguments.items():
             # Instance attributes come before submodules: printing the module still shows the part's graph.
             self.module.__dict__[name] = self._make_piece(name, arguments)
@@ -261,6 +269,9 @@ class VllmBackend:
         self._tag = tag
         self._sources = tuple(sources)
         self._is_called = False
+        self.folder = ""  # of the artifacts, below the cache's root
+        self.traced_files: set[str] = set()
+        self.plans: Any = None  # the PlanKeeper that makes a plan of what is compiled
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         assert not self._is_called, "VllmBackend compiles one graph; make another for another graph"
@@ -275,10 +286,13 @@ class VllmBackend:
         names = [item.submod_name for item in self.piecewise_graphs if not item.is_splitting_graph]
         self._index_of = {name: index for index, name in enumerate(names)}
         compilation_counter.num_pieces += len(names)
-        PiecewiseCompileInterpreter(self.split_gm, names, self._make_piece).run(*example_inputs)
+        interpreter = PiecewiseCompileInterpreter(self.split_gm, names, self._make_piece)
+        interpreter.run(*example_inputs)
         for item in self.piecewise_graphs:
             if item.is_splitting_graph:  # what calling a module adds is more than the op's own launch
                 self.split_gm.__dict__[item.submod_name] = item.graph.forward
+        if self.plans is not None:
+            self.plans.take(graph, self, interpreter.changes_inputs)
         if self.compilation_config.copies_inputs:
             return CopiedInputs(self.split_gm, _per_token_inputs(graph))
         return self.split_gm
@@ -286,12 +300,11 @@ class VllmBackend:
     def _initialize_cache(self, graph: fx.GraphModule) -> None:
         config, state = self.config, self.compilation_config.state
         files = {file for file in (*self._sources, *_traced_files()) if Path(file).is_file()}
+        self.traced_files = files
         state.traced_files |= files
         compiler_hash = self.manager.compute_hash(config)
         digest = cache_hash(config.compute_hash(), files, compiler_hash)
-        number = state.modules_by_tag.get(self._tag, 0)
-        state.modules_by_tag[self._tag] = number + 1
-        prefix = self._prefix or (f"{self._tag}_{number}" if number else self._tag)
+        prefix = self.folder_name
         try:
             entry = check_private(compile_cache_root(self.compilation_config.cache_dir) / digest)
             folder = check_private(check_private(entry / f"rank_{self.rank}") / prefix)
@@ -310,8 +323,21 @@ class VllmBackend:
             logger.warning("Compiling without a cache: %s", error)
             self.manager.initialize_cache("", disable_cache=True, prefix=prefix)
             return
-        state.local_cache_dir = str(folder)
+        self.set_folder(folder)
+
+    def set_folder(self, folder: Path) -> None:
+        """The artifacts of this module are in ``folder``."""
+        self.compilation_config.state.local_cache_dir = str(folder)
+        self.folder = "/".join(folder.parts[-3:])
         logger.info("Compile cache: %s", folder)
+
+    @cached_property
+    def folder_name(self) -> str:
+        """Name of this module's folder; asking takes the next number of the engine's."""
+        by_tag = self.compilation_config.state.modules_by_tag
+        number = by_tag.get(self._tag, 0)
+        by_tag[self._tag] = number + 1
+        return self._prefix or (f"{self._tag}_{number}" if number else self._tag)
 
     def _make_piece(self, name: str, arguments: tuple[Any, ...]) -> PiecewiseBackend:
         index = self._index_of[name]

@@ -57,6 +57,8 @@ class CompilationCounter:
     num_shared: int = 0  # pieces served by the code of an identical one
     num_rejected: int = 0  # artifacts that were there and not trusted
     num_saved: int = 0  # artifacts written
+    num_planned: int = 0  # kinds of call that a plan served without tracing
+    num_plans_saved: int = 0  # plans written
 
     def reset(self) -> None:
         for field in fields(self):

@@ -91,6 +91,13 @@ class CompilerInterface(ABC):
         """The callable that ``compile`` returned with ``handle``. Raises StaleArtifact if it is not to be had."""
         raise StaleArtifact(f"{self.name} keeps no artifacts")
 
+    def load_artifact(self, key: str, source: str) -> Compiled:
+        """The code of artifact ``key``, made from the graph of fingerprint ``source``, without that graph.
+
+        It returns a tuple always. Raises StaleArtifact if it is not to be had.
+        """
+        raise StaleArtifact(f"{self.name} keeps no artifacts")
+
 
 class EagerAdaptor(CompilerInterface):
     """Runs graphs as they are: ``use_inductor`` off, and tests of everything around the compiler."""
@@ -161,21 +168,24 @@ class InductorStandaloneAdaptor(CompilerInterface):
         return _unwrapped(artifact, graph), handle
 
     def load(self, handle, graph, example_inputs, graph_index, runtime_shape=None):
+        if not (isinstance(handle, tuple) and len(handle) == 2):
+            raise StaleArtifact(f"{handle!r} is no handle")
+        # The path in the handle is for people: only the key says where to look.
+        artifact = self.load_artifact(handle[0], graph_fingerprint(graph, example_inputs))
+        compilation_counter.num_loaded += 1
+        return _unwrapped(artifact, graph)
+
+    def load_artifact(self, key: str, source: str) -> Compiled:
         from torch._inductor import CompiledArtifact
 
         if self._folder is None:
             raise StaleArtifact("the cache is off")
-        if not (isinstance(handle, tuple) and len(handle) == 2):
-            raise StaleArtifact(f"{handle!r} is no handle")
-        # The path in the handle is for people: only the key says where to look.
-        path = self._folder.find(handle[0], graph_fingerprint(graph, example_inputs))
+        path = self._folder.find(key, source)
         try:
             with self._scratch_space():
-                artifact = CompiledArtifact.load(path=str(path), format="unpacked")
+                return CompiledArtifact.load(path=str(path), format="unpacked")
         except Exception as error:  # whole and ours, and still not loadable: built again
             raise StaleArtifact(f"torch cannot load it ({type(error).__name__}: {error})") from error
-        compilation_counter.num_loaded += 1
-        return _unwrapped(artifact, graph)
 
     @contextmanager
     def _scratch_space(self) -> Iterator[None]:

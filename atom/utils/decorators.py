@@ -49,6 +49,15 @@ C = TypeVar("C", bound=type[nn.Module])
 MAX_CODES = 8  # kinds of call that one module is compiled for
 _CONFIG_ARGUMENTS = ("atom_config", "vllm_config")
 _TENSOR = re.compile(r"(?:Optional\[)?(?:torch\.)?(?:Tensor|IntermediateTensors)\]?(?:\|None)?")
+# Of an instance, and not of its model.
+_OWN_ATTRIBUTES = (
+    "do_not_compile",
+    "use_custom_dispatcher",
+    "_compile_config",
+    "compiled_codes",
+    "_dispatch",
+    "_code_of_call",
+)
 
 _model_tag = "backbone"
 
@@ -141,40 +150,55 @@ class TorchCompileWrapperWithCustomDispatcher:
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of its kind."""
-        import torch._dynamo
-        from torch._dynamo.convert_frame import register_bytecode_hook
-        from torch._dynamo.eval_frame import remove_from_cache
-
-        from atom.utils.backends import VllmBackend
-
         dynamic = list(_dynamic_tensors(self, args, kwargs))
-        if any(tensor.shape[dim] < 2 for tensor, dim in dynamic):
+        if any(tensor.shape[dim] < 2 for _, tensor, dim in dynamic):
             return self.forward(*args, **kwargs)  # Dynamo would bake a size of 0 or 1 into the code
-        if len(self.compiled_codes) >= MAX_CODES:
+        if len(self._dispatch) >= MAX_CODES:
             raise RuntimeError(
                 f"{type(self).__name__}.forward was compiled for {MAX_CODES} kinds of call and is called in "
                 f"another: {_kind_of_call(args, kwargs)}. An argument that is a number must not vary."
             )
-        config, function = self._compile_config, type(self).forward
-        for tensor, dim in dynamic:
-            torch._dynamo.mark_dynamic(tensor, dim)
-        remove_from_cache(function.__code__)  # another instance's code would fit by its guards
+        from atom.utils.backends import VllmBackend
+        from atom.utils.plan_keeper import PlanKeeper
+
+        config, kind = self._compile_config, _kind_of_call(args, kwargs)
         backend = VllmBackend(
             config,
             rank=self._compile_rank,
             tag=self._compile_tag,
-            sources=[function.__code__.co_filename],
+            sources=[type(self).forward.__code__.co_filename],
         )
+        with start_monitoring_torch_compile(config), torch.no_grad():
+            free: dict[str, list[int]] = {}
+            for name, _, dim in dynamic:
+                free.setdefault(name, []).append(dim)
+            plans = PlanKeeper(backend, self, (args, kwargs), free, _OWN_ATTRIBUTES)
+            planned = plans.recall()
+            if planned is not None:
+                self._dispatch.append(planned)
+                self._code_of_call[kind] = len(self._dispatch) - 1
+                return planned(self, *args, **kwargs)
+            result = self._trace(backend, dynamic, args, kwargs)
+            plans.keep(self.compiled_codes[-1], result)
+        self._code_of_call[kind] = len(self._dispatch) - 1
+        return result
+
+    def _trace(self, backend: Any, dynamic: list, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        import torch._dynamo
+        from torch._dynamo.convert_frame import register_bytecode_hook
+        from torch._dynamo.eval_frame import remove_from_cache
+
+        for _, tensor, dim in dynamic:
+            torch._dynamo.mark_dynamic(tensor, dim)
+        remove_from_cache(type(self).forward.__code__)  # another instance's code would fit by its guards
         handle = register_bytecode_hook(functools.partial(self.bytecode_hook, threading.get_ident()))
         num_codes = len(self.compiled_codes)
         try:
-            with start_monitoring_torch_compile(config), torch.no_grad():
-                result = torch.compile(self.forward, fullgraph=True, backend=backend)(*args, **kwargs)
+            result = torch.compile(self.forward, fullgraph=True, backend=backend)(*args, **kwargs)
         finally:
             handle.remove()
         if len(self.compiled_codes) == num_codes:
             raise RuntimeError(f"Dynamo did not compile {type(self).__name__}.forward; is it disabled?")
-        self._code_of_call[_kind_of_call(args, kwargs)] = num_codes
         return result
 
     def bytecode_hook(self, thread: int, old_code: types.CodeType, new_code: types.CodeType) -> None:
@@ -271,8 +295,8 @@ def _type_text(annotation: Any) -> str:
 
 def _dynamic_tensors(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[torch.Tensor, int]]:
-    """The tensors of a call with the dimensions that vary."""
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """The tensors of a call, each with its argument's name and a dimension that varies."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     for name, dims in module.dynamic_arg_dims.items():
         value = bound.arguments.get(name)
@@ -280,7 +304,7 @@ def _dynamic_tensors(
         members = [value] if isinstance(value, torch.Tensor) else getattr(value, "tensors", {}).values()
         for tensor in members:
             for dim in [dims] if isinstance(dims, int) else dims:
-                yield tensor, dim % tensor.dim()
+                yield name, tensor, dim % tensor.dim()
 
 
 def _kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

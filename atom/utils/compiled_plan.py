@@ -1,40 +1,27 @@
 """Plans: how the pieces of a compiled call fit together, kept so that a later start need not trace the model.
 
-    <cache root>/.plans/<hash of the artifacts>-<key>.json      {"format", "sha256", "plan"}
-
 A plan is data: where each input of the traced graph comes from, which artifact or op takes which values, and which
 values are returned. Its key covers the configuration, the compiler, the arguments and everything that the module
-holds (:mod:`atom.utils.call_description`); the plan itself lists every source file that the trace may have read, with
-its SHA-256. A graph that does not fit these forms has no plan and is traced by each start.
+holds (:mod:`atom.utils.call_description`); the plan itself lists every source file that the trace may have read
+(:mod:`atom.utils.plan_store`). A graph that does not fit these forms has no plan and is traced by each start.
 """
 
 import dis
 import functools
-import hashlib
-import json
 import operator
-import os
 import re
-import stat
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from atom.utils.cache_folder import check_private
 from atom.utils.call_description import PLAIN
-from atom.utils.compile_cache import write_aside
 
-FORMAT = 1
-PLANS = ".plans"
 _STEP = re.compile(r"\.([A-Za-z_]\w*)|\['([^'\\]*)'\]|\[\"([^\"\\]*)\"\]|\[(\d+)\]")
 _ARGUMENT = re.compile(r"L\['(\w+)'\](?:\.size\(\)\[(\d+)\])?")
 _OP = re.compile(r"\w+\.\w+(?:\.\w+)?")
-_FOLDER = re.compile(r"[0-9a-f]{10}/rank_\d+/\w+")
 # What Dynamo's code calls besides the graph: sizes of arguments, and marks for its profiler.
 _DYNAMO_CALLS = {"call_size", "record_pregraph_bytecode_enter", "record_pregraph_bytecode_exit", "size"}
 
@@ -318,39 +305,3 @@ def result_of(result: Any, outputs: Sequence[Any], references: list[Any]) -> dic
     if form is None or not all(isinstance(item, torch.Tensor) and id(item) in at for item in items):
         raise Unplannable(f"the result, a {type(result).__name__}, is not made of the graph's outputs alone")
     return {"form": form, "values": [references[at[id(item)]] for item in items]}
-
-
-def write_plan(root: Path, key: str, plan: dict[str, Any]) -> None:
-    """Keep ``plan`` below the cache's ``root``; plans whose artifacts are gone are swept."""
-    folder = check_private(root / PLANS)
-    for left in folder.glob("*.json"):
-        if not (root / left.name.partition("-")[0]).is_dir():
-            left.unlink(missing_ok=True)
-    text = json.dumps(plan)
-    whole = {"format": FORMAT, "sha256": hashlib.sha256(text.encode()).hexdigest(), "plan": text}
-    write_aside(folder / f"{plan['folder'][:10]}-{key}.json", json.dumps(whole))
-
-
-def read_plans(root: Path, key: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The plans for ``key`` whose source files are what they were, with their paths; damaged ones are removed."""
-    if not (root / PLANS).is_dir():
-        return
-    for path in sorted(check_private(root / PLANS).glob(f"*-{key}.json")):
-        try:
-            status = path.lstat()
-            own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-            whole = json.loads(path.read_text()) if own and not status.st_mode & 0o022 else {}
-            text = whole["plan"]
-            if whole["format"] != FORMAT or whole["sha256"] != hashlib.sha256(text.encode()).hexdigest():
-                raise ValueError("it was altered")
-            plan = json.loads(text)
-            if not _FOLDER.fullmatch(plan["folder"]) or not path.name.startswith(plan["folder"][:10]):
-                raise ValueError("it belongs to other artifacts")
-            files = plan["files"].items()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            with suppress(OSError):
-                path.unlink()
-            continue
-        with suppress(OSError):  # a file that is gone has changed
-            if all(hashlib.sha256(Path(name).read_bytes()).hexdigest() == digest for name, digest in files):
-                yield path, plan

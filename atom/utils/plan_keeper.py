@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from atom import __version__
-from atom.utils import compiled_plan
+from atom.utils import compiled_plan, plan_store
 from atom.utils.backends import VllmBackend, make_compiler
 from atom.utils.cache_folder import check_private
 from atom.utils.call_description import describe_call, source_files
@@ -60,7 +59,7 @@ class PlanKeeper:
             arguments = signature.bind(module, *call[0], **call[1]).arguments
             self._root = compile_cache_root(backend.compilation_config.cache_dir)
             facts = [
-                [compiled_plan.FORMAT, __version__, backend.config.compute_hash()],
+                [plan_store.FORMAT, __version__, backend.config.compute_hash()],
                 [backend.manager.compute_hash(backend.config), backend.folder_name, backend.rank],
                 describe_call(module, arguments, free, skip),
             ]
@@ -74,7 +73,7 @@ class PlanKeeper:
         if not self._key:
             return None
         try:
-            for path, plan in compiled_plan.read_plans(self._root, self._key):
+            for path, plan in plan_store.read_plans(self._root, self._key):
                 try:
                     return self._use(plan)
                 except Exception as reason:
@@ -162,7 +161,7 @@ class PlanKeeper:
         again = self._bind(plan, artifacts)(self._module, *self._call[0], **self._call[1])
         if not compiled_plan.is_same(again, result):
             raise Unplannable("its result is not the traced code's, bit for bit")
-        compiled_plan.write_plan(Path(self._root), self._key, plan)
+        plan_store.write_plan(self._root, self._key, plan)
         compilation_counter.num_plans_saved += 1
         logger.debug("A plan is kept: the next start need not trace %s", type(self._module).__name__)
 

@@ -36,6 +36,7 @@ class _Description:
         self._packages, self._skip = packages, skip
         self._numbers: dict[int, int] = {}
         self._storages: dict[int, int] = {}
+        self._classes: dict[type, int] = {}
         self._kept: list[Any] = []  # ids are of living objects
 
     def of(self, value: Any) -> Any:
@@ -69,8 +70,19 @@ class _Description:
         if isinstance(value, type):
             return [name, f"{value.__module__}.{value.__qualname__}"]
         if isinstance(value, nn.Module) or name.partition(".")[0] in self._packages:
-            return [name, [[key, self.of(item)] for key, item in self._members(value)]]
+            members = [[key, self.of(item)] for key, item in self._members(value)]
+            return [name, self._methods(type(value)), members]
         return [name, getattr(value, "__qualname__", getattr(value, "__name__", ""))]
+
+    def _methods(self, cls: type) -> list[Any]:
+        """Where the methods of ``cls`` stand: a patched class is another."""
+        if cls in self._classes:
+            return ["again", self._classes[cls]]
+        self._classes[cls] = len(self._classes)
+        own = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in self._packages]
+        found = [(name, item) for base in own for name, item in vars(base).items()]
+        codes = [(name, item.__code__) for name, item in found if isinstance(item, types.FunctionType)]
+        return [[name, code.co_filename, code.co_firstlineno] for name, code in codes]
 
     def _members(self, value: Any) -> Iterator[tuple[str, Any]]:
         slots = [slot for cls in type(value).__mro__ for slot in _names(vars(cls).get("__slots__", ()))]

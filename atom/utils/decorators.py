@@ -21,7 +21,7 @@ import time
 import types
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -173,13 +173,14 @@ class TorchCompileWrapperWithCustomDispatcher:
             for name, _, dim in dynamic:
                 free.setdefault(name, []).append(dim)
             plans = PlanKeeper(backend, self, (args, kwargs), free, _OWN_ATTRIBUTES)
-            planned = plans.recall()
+            with closing(plans):
+                planned = plans.recall()
+                if planned is None:
+                    result = self._trace(backend, dynamic, args, kwargs)
+                    plans.keep(self.compiled_codes[-1], result)
             if planned is not None:
                 self._dispatch.append(planned)
-                self._code_of_call[kind] = len(self._dispatch) - 1
-                return planned(self, *args, **kwargs)
-            result = self._trace(backend, dynamic, args, kwargs)
-            plans.keep(self.compiled_codes[-1], result)
+                result = planned(self, *args, **kwargs)
         self._code_of_call[kind] = len(self._dispatch) - 1
         return result
 

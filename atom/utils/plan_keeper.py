@@ -50,6 +50,7 @@ class PlanKeeper:
         self._backend, self._module, self._call = backend, module, call
         self._stitching: compiled_plan.Stitching | None = None
         self._seen: list[tuple[Any, Any]] = []  # the graph's inputs and outputs in the first call
+        self._hook: Any = None
         self._key = ""
         signature = inspect.signature(type(module).forward)
         self._names = list(signature.parameters)[1:]
@@ -129,15 +130,18 @@ class PlanKeeper:
 
     def keep(self, code: CodeType, result: Any) -> None:
         """Write a plan for the call that was traced to ``code`` and gave ``result``, if it gives the same."""
-        if self._stitching is None:
-            return
-        self._hook.remove()
         try:
-            self._keep(code, result)
+            if self._stitching is not None:
+                self._keep(code, result)
         except Exception as reason:
             logger.debug("No plan is kept: %s: %s", type(reason).__name__, reason)
-        finally:
-            self._seen, self._stitching, self._backend.plans = [], None, None
+
+    def close(self) -> None:
+        """Let go of the module and of the call: compiled code refers to the backend."""
+        self._backend.plans = None
+        if self._hook is not None:
+            self._hook.remove()
+        del self._module, self._call, self._seen, self._stitching, self._hook
 
     def _keep(self, code: CodeType, result: Any) -> None:
         stitching, ((inputs, outputs),) = self._stitching, self._seen

@@ -14,7 +14,7 @@ from atom.utils.compile_cache import compilation_counter as counter
 from atom.utils.compiled_plan import Unplannable, parse_source
 from atom.utils.decorators import support_torch_compile
 from tests.helpers.tiny_model import make_tiny_model
-from tests.helpers.toy_compiled import ToyModel, build, inputs, toy_config
+from tests.helpers.toy_compiled import ToyLayer, ToyModel, build, inputs, toy_config
 from tests.model_engine.test_graph_modes import run
 
 
@@ -97,6 +97,14 @@ def test_a_changed_module_is_traced(cache, what):
     assert (counter.num_graphs_seen, counter.num_planned) == (1, 0)
     if what != "dtype":  # the toy op writes float only
         assert is_right(model)
+
+
+def test_a_patched_class_is_traced(cache, monkeypatch):
+    level, folder = cache
+    monkeypatch.setattr(ToyLayer, "forward", lambda self, x: x * self.scale)
+    model = start(folder, level)
+    assert (counter.num_graphs_seen, counter.num_planned) == (1, 0)
+    assert is_right(model)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "foreign", "writable", "no artifacts", "link"])

@@ -217,17 +217,18 @@ class PiecewiseCompileInterpreter(fx.Interpreter):
         self._names = frozenset(compile_submod_names)
         self._make_piece = make_piece
         self._arguments: dict[str, tuple[Any, ...]] = {}
-        self.changes_inputs = False  # known after ``run``
+        self.changes_inputs = True  # or perhaps; known after ``run``
 
     def run(self, *args: Any) -> Any:
         from torch._dispatch.python import enable_python_dispatcher
 
         fakes = [self.fake_mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
-        tensors = [x for x in fakes if isinstance(x, torch.Tensor) and not x.is_inference()]
-        versions = [x._version for x in tensors]
+        tensors = [x for x in fakes if isinstance(x, torch.Tensor)]
+        has_versions = not any(x.is_inference() for x in tensors)
+        versions = [x._version for x in tensors] if has_versions else []
         with self.fake_mode, enable_python_dispatcher():
             result = super().run(*fakes)
-        self.changes_inputs = versions != [x._version for x in tensors]
+        self.changes_inputs = not has_versions or versions != [x._version for x in tensors]
         for name, arguments in self._arguments.items():
             # Instance attributes come before submodules: printing the module still shows the part's graph.
             self.module.__dict__[name] = self._make_piece(name, arguments)

@@ -194,8 +194,12 @@ class TorchCompileWrapperWithCustomDispatcher:
         remove_from_cache(type(self).forward.__code__)  # another instance's code would fit by its guards
         handle = register_bytecode_hook(functools.partial(self.bytecode_hook, threading.get_ident()))
         num_codes = len(self.compiled_codes)
+        # Only what is marked is dynamic. Otherwise a number that differs from another model's in this process, such
+        # as a norm's epsilon, would become an input of the graph.
+        baked = torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False)
         try:
-            result = torch.compile(self.forward, fullgraph=True, backend=backend)(*args, **kwargs)
+            with baked:
+                result = torch.compile(self.forward, fullgraph=True, backend=backend)(*args, **kwargs)
         finally:
             handle.remove()
         if len(self.compiled_codes) == num_codes:

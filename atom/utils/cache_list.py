@@ -65,6 +65,10 @@ def remove(entries: Iterable[CacheEntry]) -> int:
     for entry in entries:
         aside = Path(tempfile.mkdtemp(dir=entry.path.parent, prefix=".removed-"))
         try:
+            # Plans of compiled calls lie beside their artifacts, named after them.
+            plans = entry.path.parent.glob(f".plans/{entry.name}-*") if entry.kind == KIND else ()
+            for plan in plans:
+                plan.unlink(missing_ok=True)
             entry.path.rename(aside / entry.name)  # others see all of it or nothing
             freed += entry.num_bytes
         except FileNotFoundError:

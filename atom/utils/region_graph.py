@@ -315,12 +315,6 @@ def token_graphs(model: torch.nn.Module) -> list[TokenGraph]:
     return [token_graph_of(unit) for unit in _outermost_units(model)]
 
 
-def captured_sizes(model: torch.nn.Module, phase: Phase) -> tuple[int, ...]:
-    """Buckets, ascending, that every recording unit of the model has for ``phase``; empty without units."""
-    sizes = [set(graphs.captured_sizes(phase)) for graphs in token_graphs(model)]
-    return tuple(sorted(set.intersection(*sizes))) if sizes else ()
-
-
 def _outermost_units(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     if hasattr(type(module), "is_token_graph_per_phase"):
         yield module

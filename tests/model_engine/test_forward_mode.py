@@ -11,7 +11,6 @@ from atom.model_engine.runner.forward_mode import (
     GraphTables,
     StepFacts,
     capture_sizes,
-    decode_token_buckets,
     token_graph_sizes,
 )
 
@@ -184,12 +183,6 @@ def test_a_bad_capture_size_is_named(sizes):
         capture_sizes(sizes, 8, 64)
     with pytest.raises(ConfigError, match="max_seqlen_q must be at least 1, got 0"):
         capture_sizes((8,), 8, 64, max_seqlen_q=0)
-
-
-def test_decode_token_buckets_stop_at_the_limit_only_under_dp_with_a_drafter(monkeypatch):
-    monkeypatch.setenv("ATOM_TOKEN_GRAPH_DP_MAX_TOKENS", "8")
-    assert decode_token_buckets((4, 2, 1), 4) == (16, 8, 4)
-    assert decode_token_buckets((4, 2, 1), 4, is_dp_with_drafter=True) == (8, 4)
 
 
 @pytest.mark.parametrize(

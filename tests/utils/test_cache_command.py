@@ -61,6 +61,15 @@ def test_clear_by_age_and_kind(kept, capsys):
     assert "freed" in capsys.readouterr().out
 
 
+def test_plans_go_with_their_artifacts(kept):
+    plans = kept / "torch_compile_cache" / ".plans"
+    plans.mkdir()
+    for name in ("aaaaaaaaaa", "bbbbbbbbbb"):
+        (plans / f"{name}-key.json").write_text("{}")
+    assert cli.main(["cache", "clear", "--older-than", "5d", "--kind", "torch_compile_cache", "--yes"]) == 0
+    assert [path.name for path in plans.iterdir()] == ["aaaaaaaaaa-key.json"]
+
+
 def test_clear_asks(kept, capsys, monkeypatch):
     assert cli.main(["cache", "clear"]) == 2  # no terminal
     assert "give --yes" in capsys.readouterr().err

@@ -147,21 +147,6 @@ def capture_sizes(
     return tuple(sorted({min(size, largest) for size in sizes} - {0}, reverse=True))
 
 
-def decode_token_buckets(
-    sizes: Sequence[int], max_seqlen_q: int = 1, is_dp_with_drafter: bool = False
-) -> tuple[int, ...]:
-    """Decode token buckets to record for those request counts, in their order: one of ``size * max_seqlen_q`` rows.
-
-    ``is_dp_with_drafter``: data-parallel attention with a drafter; buckets above ``ATOM_TOKEN_GRAPH_DP_MAX_TOKENS``
-    are then left out, on every rank alike.
-    """
-    buckets = [size * max_seqlen_q for size in sizes]
-    if is_dp_with_drafter:
-        limit = envs.ATOM_TOKEN_GRAPH_DP_MAX_TOKENS
-        buckets = [bucket for bucket in buckets if bucket <= limit]
-    return tuple(buckets)
-
-
 def token_graph_sizes() -> tuple[int, ...]:
     """Prefill token buckets of ``ATOM_TOKEN_GRAPH_SIZES``, ascending; empty when it is. Raises ConfigError."""
     text = envs.ATOM_TOKEN_GRAPH_SIZES

@@ -76,7 +76,7 @@ def measure(
     return LevelResult(
         seconds,
         decode_ms,
-        sum(bucket.memory for bucket in recorder.recorded) if recorder else 0,
+        recorder.memory if recorder else 0,
         len(recorder.recorded) if recorder else 0,
         compilation_counter.num_compiled,
         compilation_counter.num_loaded,

@@ -48,7 +48,6 @@ class _LiveStep:
     mode: ForwardMode
     query_lens: list[int]  # of the host, padded decode sequences included
     context_lens: list[int]
-    is_padded: bool
 
 
 class ForwardPass:
@@ -128,7 +127,7 @@ class ForwardPass:
         if mode.running_bs > batch.num_seqs and not batch.num_prefill_seqs:
             padding = mode.running_bs - batch.num_seqs
             query_lens, context_lens = query_lens + [1] * padding, context_lens + [0] * padding
-        self._begin(step, mode, query_lens, context_lens, mode.kind != "eager")
+        self._begin(step, mode, query_lens, context_lens)
         with self._annotate(batch, padded_bs=mode.running_bs, is_graph=mode.kind != "eager"):
             if mode.kind == "request":
                 hidden, rows, lens, cu_seqlens_q = self.req_graph.replay(request_bucket(mode.running_bs, 1))
@@ -146,7 +145,7 @@ class ForwardPass:
         step = self._packer.padding(running_bs, is_prefill)
         kind = "token" if is_prefill else "request"
         lens = ([], []) if is_prefill else ([1] * running_bs, [0] * running_bs)
-        self._begin(step, ForwardMode(kind, running_bs, running_tokens), *lens, True)
+        self._begin(step, ForwardMode(kind, running_bs, running_tokens), *lens)
 
     def record_request(self) -> None:
         """Record the rehearsed decode step as a request graph."""
@@ -191,21 +190,16 @@ class ForwardPass:
         return mode
 
     def _begin(
-        self,
-        step: PackedStep,
-        mode: ForwardMode,
-        query_lens: list[int],
-        context_lens: list[int],
-        is_padded: bool,
+        self, step: PackedStep, mode: ForwardMode, query_lens: list[int], context_lens: list[int]
     ) -> None:
         packed = self._publisher.publish(step)
         self.tables.apply(packed, step)
-        self._live = _LiveStep(step, packed, mode, query_lens, context_lens, is_padded)
+        self._live = _LiveStep(step, packed, mode, query_lens, context_lens)
 
     def _derive(self) -> StepInputs:
         live = self._live
         longest = max(live.context_lens, default=1) or 1
-        running_tokens = live.mode.running_tokens if live.is_padded else None
+        running_tokens = live.mode.running_tokens if live.mode.kind != "eager" else None
         return self.tables.derive(live.packed, live.step, longest, running_tokens)
 
     def _forward(self) -> _Outputs:

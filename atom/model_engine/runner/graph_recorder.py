@@ -107,8 +107,7 @@ class GraphRecorder:
             else:
                 forward.record_request()
             self.platform.synchronize()
-        bucket = RecordedBucket(kind, size, time.monotonic() - began, self._memory() - self._seen_memory)
-        self._seen_memory += bucket.memory
+        bucket = RecordedBucket(kind, size, time.monotonic() - began, self._held() - self.memory)
         self.recorded.append(bucket)
         logger.debug(
             "recorded %s %d in %.0f ms, %s", kind, size, bucket.seconds * 1e3, format_bytes(bucket.memory)
@@ -117,9 +116,12 @@ class GraphRecorder:
         forward.graphs = self._tables(done["decode"], done["prefill"])
         return bucket
 
-    _seen_memory = 0
+    @property
+    def memory(self) -> int:
+        """Bytes that all recordings added to the shared pool."""
+        return sum(bucket.memory for bucket in self.recorded)
 
-    def _memory(self) -> int:
+    def _held(self) -> int:
         graphs = [self.forward.req_graph, *token_graphs(self.forward.model)]
         return sum(sum(graph.memory.values()) for graph in graphs)
 
@@ -146,5 +148,5 @@ class GraphRecorder:
             self.mode.name,
             ", ".join(parts) or "none",
             seconds,
-            format_bytes(self._seen_memory),
+            format_bytes(self.memory),
         )

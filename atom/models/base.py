@@ -19,6 +19,7 @@ from atom.core import CacheGroupSpec, GroupKind
 from atom.kernels.registry import traceable_kernels
 from atom.model_ops.activation import get_act_and_mul
 from atom.model_ops.attention import Attention
+from atom.model_ops.dense_decoder import DenseDecoder
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.linear import MergedColumnParallelLinear, RowParallelLinear
 from atom.model_ops.rotary_embedding import get_rope
@@ -85,6 +86,19 @@ class CausalLM(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``hidden_states [num_rows, hidden_size]`` -> ``[num_rows, vocab_size]``."""
         return self.lm_head(hidden_states)
+
+    def dense_decoder(self) -> DenseDecoder | None:
+        """What a fused runner may execute instead of the modules; None where the layers are not dense."""
+        if not all(hasattr(layer, "describe") for layer in self.model.layers):
+            return None
+        return DenseDecoder(
+            embedding=self.model.embed_tokens,
+            embed_scale=getattr(self.model, "embed_scale", 1.0),
+            layers=tuple(layer.describe() for layer in self.model.layers),
+            final_norm=self.model.norm,
+            head=self.lm_head,
+            logits_soft_cap=getattr(self, "logits_soft_cap", None),
+        )
 
     def attention_layers(self) -> dict[str, Attention]:
         """The layers that keep keys and values, by the name that forward contexts use, in layer order."""
@@ -160,6 +174,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, sizes, bias=bias)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias)
         self.act = get_act_and_mul(activation)
+        self.activation = "silu" if activation == "silu" else "gelu_tanh"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act(self.gate_up_proj(x)))

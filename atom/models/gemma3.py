@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from atom.errors import ConfigError
+from atom.model_ops.dense_decoder import DenseLayer
 from atom.model_ops.layernorm import GemmaQKNorm, GemmaRMSNorm
 from atom.model_ops.rotary_embedding import Rotation
 from atom.models.base import CausalLM, GatedMLP
@@ -19,15 +20,10 @@ if TYPE_CHECKING:
 
 
 class Gemma3Attention(LlamaAttention):
-    def __init__(self, config: HFConfig, index: int, rope: RotaryEmbedding):
-        super().__init__(config, index, rope)
-        self.qk_norm = GemmaQKNorm(self.num_heads, self.num_kv_heads, self.head_dim, config.rms_norm_eps)
+    qk_norm_class = GemmaQKNorm
 
     def scale(self, config: HFConfig) -> float:
         return config.query_pre_attn_scalar**-0.5
-
-    def norm_qk(self, qk: torch.Tensor) -> torch.Tensor:
-        return self.qk_norm(qk)
 
 
 class Gemma3DecoderLayer(nn.Module):
@@ -55,6 +51,15 @@ class Gemma3DecoderLayer(nn.Module):
         x = self.post_attention_layernorm(self.self_attn(x, rotation))
         x, residual = self.pre_feedforward_layernorm(x, residual)
         return self.post_feedforward_layernorm(self.mlp(x)), residual
+
+    def describe(self) -> DenseLayer:
+        return self.self_attn.describe(
+            input_norm=self.input_layernorm,
+            post_attention_norm=self.post_attention_layernorm,
+            mlp_norm=self.pre_feedforward_layernorm,
+            mlp=self.mlp,
+            post_mlp_norm=self.post_feedforward_layernorm,
+        )
 
 
 class Gemma3Model(LlamaModel):

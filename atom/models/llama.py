@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from atom.model_ops.attention import Attention
-from atom.model_ops.layernorm import RMSNorm
+from atom.model_ops.dense_decoder import DenseLayer
+from atom.model_ops.layernorm import QKNorm, RMSNorm
 from atom.model_ops.linear import QKVParallelLinear, RowParallelLinear
 from atom.model_ops.rotary_embedding import RotaryEmbedding, Rotation
 from atom.models.base import CausalLM, GatedMLP, build_ropes, new_embedding, window_of_layer
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 class LlamaAttention(nn.Module):
     """Grouped-query attention with rotary embedding. Variants override the small methods below."""
+
+    qk_norm_class: ClassVar[type[QKNorm] | None] = None
 
     def __init__(self, config: HFConfig, index: int, rope: RotaryEmbedding):
         super().__init__()
@@ -42,6 +45,11 @@ class LlamaAttention(nn.Module):
         self.num_heads = self.qkv_proj.num_heads
         self.num_kv_heads = self.qkv_proj.num_kv_heads
         self.head_dim = head_dim
+        self.qk_norm = None
+        if self.qk_norm_class is not None:
+            self.qk_norm = self.qk_norm_class(
+                self.num_heads, self.num_kv_heads, head_dim, config.rms_norm_eps
+            )
         self.rope = rope  # shared by all layers of its kind
         self.attn = Attention(
             self.num_heads,
@@ -61,15 +69,28 @@ class LlamaAttention(nn.Module):
     def scale(self, config: HFConfig) -> float:
         return config.head_dim**-0.5
 
-    def norm_qk(self, qk: torch.Tensor) -> torch.Tensor:
-        """Normalise ``qk [num_tokens, num_heads + num_kv_heads, head_dim]``, query heads first."""
-        return qk
-
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         num_qk = self.num_heads + self.num_kv_heads
-        qk = self.rope(self.norm_qk(qkv[:, :num_qk]), rotation)
+        qk = qkv[:, :num_qk]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)  # query heads first
+        qk = self.rope(qk, rotation)
         return self.o_proj(self.attn(qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_qk:]))
+
+    def describe(self, *, mlp: GatedMLP, **norms: RMSNorm | None) -> DenseLayer:
+        """The layer that this attention and ``mlp`` form with the norms around them."""
+        return DenseLayer(
+            qkv=self.qkv_proj,
+            qk_norm=self.qk_norm,
+            rope=self.rope,
+            attention=self.attn,
+            output=self.o_proj,
+            gate_up=mlp.gate_up_proj,
+            activation=mlp.activation,
+            down=mlp.down_proj,
+            **norms,
+        )
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -98,6 +119,15 @@ class LlamaDecoderLayer(nn.Module):
         x = self.self_attn(x, rotation)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
+
+    def describe(self) -> DenseLayer:
+        return self.self_attn.describe(
+            input_norm=self.input_layernorm,
+            post_attention_norm=None,
+            mlp_norm=self.post_attention_layernorm,
+            mlp=self.mlp,
+            post_mlp_norm=None,
+        )
 
 
 @token_graph(per_phase=True)  # attention runs other kernels in a prefill than in a decode

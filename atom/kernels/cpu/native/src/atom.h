@@ -1,0 +1,128 @@
+/* What the native CPU kernels share: the team of threads, tensors' layouts, and every kernel's signature.
+ *
+ * A kernel is an SPMD function: all threads of the team call it with the same arguments, take pieces of its work with
+ * atom_next(), and leave it through atom_barrier(). So kernels follow each other without a fork or a join, and one
+ * decode step is one atom_run(). Activations are fp32 rows; weights keep their own format.
+ */
+#ifndef ATOM_H
+#define ATOM_H
+
+#include <stdint.h>
+
+typedef uint16_t bf16;
+
+/* ---- threads (threads.c) ---- */
+
+typedef struct atom_team atom_team;
+typedef struct {
+    atom_team *team;
+    int id, num_threads; /* this thread's number in the team */
+    char *scratch;       /* this thread's own, 64-byte aligned, at least ATOM_SCRATCH bytes */
+    uint32_t sense;      /* of the barrier */
+} atom_worker;
+
+#define ATOM_SCRATCH (4 << 20)
+
+typedef void (*atom_body)(atom_worker *worker, const void *arguments);
+
+/* Let all threads of the process's team run body; returns when all have. Threads are started on first use. */
+void atom_run(atom_body body, const void *arguments);
+/* Size of the team, and the CPUs that its threads are pinned to (NULL: not pinned). Not while atom_run is under way. */
+void atom_set_threads(int num_threads, const int *cpus);
+int atom_num_threads(void);
+/* The next piece of the current loop, 0, 1, 2 ...; the caller stops at its own count. */
+int64_t atom_next(atom_worker *worker);
+/* All threads meet; the next loop starts at 0. Spins about 4,000 turns, then yields. */
+void atom_barrier(atom_worker *worker);
+
+/* ---- products (linear_*.c) ---- */
+
+enum atom_format {
+    ATOM_BF16 = 0,      /* [n/64][k/2][64][2] bf16 */
+    ATOM_INT8 = 1,      /* [n/64][k/4][64][4] s8, a scale a column; activations stay wide (weight only) */
+    ATOM_INT8_A8 = 2,   /* the same layout; activations rounded to u8 = q + 128, a scale a row */
+    ATOM_INT4 = 3,      /* groups of 32 of k: per panel 64 bf16 scales, then 1 KB of nibbles (low: k, high: k + 16) */
+    ATOM_F32 = 4,       /* [n/64][k][64] */
+    ATOM_Q4_0 = 8, ATOM_Q8_0 = 9, ATOM_Q4_K = 10, ATOM_Q6_K = 11 /* GGUF blocks regrouped into panels, values unchanged */
+};
+
+enum atom_epilogue { ATOM_STORE = 0, ATOM_ADD = 1, ATOM_SILU_MUL = 2, ATOM_GELU_TANH_MUL = 3 };
+
+/* A packed weight [n, k]: y = x W^T + bias. n is padded to whole panels of 64 (padding is zero); k is a multiple of the
+ * format's group. With an activation epilogue panels alternate gate, up and the output has n / 2 columns. */
+typedef struct {
+    int32_t format, epilogue;
+    int32_t n, k;
+    const void *data;
+    const float *scales;   /* [n] where the format has one a column, else NULL */
+    const int32_t *sums;   /* [n] column sums of int8 weights, else NULL */
+    const float *bias;     /* [n] or NULL */
+} atom_weight;
+
+/* y [m, ldy] = epilogue(x [m, ldx] W^T + bias); x and y do not overlap. */
+void atom_linear(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t m);
+/* Ids and values of the largest product of each row, the lowest id on ties, columns below n_valid only; logits are not
+ * stored. soft caps do not move an arg-max and are the caller's. */
+void atom_linear_argmax(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, int64_t m, int64_t n_valid,
+                        int64_t *ids, float *values);
+/* Rows ids[0..m) of the weight, widened: y [m, ldy] = scale * W[ids]. */
+void atom_gather_rows(atom_worker *w, const atom_weight *weight, const int64_t *ids, int64_t m, float scale, float *y, int64_t ldy);
+/* Expert e's rows of x are order[offsets[e] .. offsets[e + 1]): y[row] (a row a slot of order) = x[row / top_k] W_e^T. */
+void atom_linear_experts(atom_worker *w, const atom_weight *experts, int64_t num_experts, const int32_t *order,
+                         const int32_t *offsets, int64_t top_k, const float *x, int64_t ldx, float *y, int64_t ldy);
+
+/* ---- elementwise.c ---- */
+
+/* y = w * x / sqrt(mean(x^2) + eps); with post, residual += that norm first: see atom_norm_args. */
+typedef struct {
+    float *residual;         /* [m, size] running sum, or NULL */
+    const float *delta;      /* [m, size] what is added to the residual before the norm, or NULL */
+    const float *delta_norm; /* [size] norm applied to delta before it is added (Gemma), or NULL */
+    const float *weight;     /* [size] */
+    float *out;              /* [m, size] norm of the residual */
+    int64_t m, size;
+    float eps;
+} atom_norm_args;
+void atom_add_rms_norm(atom_worker *w, const atom_norm_args *a);
+
+/* Normalise (optional) and rotate the q and k heads of qkv rows in place, half-split pairs, and write k and v of each token
+ * to the cache slots; a slot < 0 is not written, and what is not finite is written as 0. */
+typedef struct {
+    float *qkv; /* [m, (heads + 2 kv_heads) * head_dim] */
+    int64_t ld;
+    int32_t num_heads, num_kv_heads, head_dim, rotary_dim;
+    const float *qk_weight;      /* [heads + kv_heads, head_dim] or NULL */
+    float eps;
+    const float *cos, *sin;      /* [m, rotary_dim / 2] */
+    void *keys, *values;         /* [blocks, kv_heads, block_size, head_dim] */
+    int32_t cache_is_bf16;       /* else fp32 */
+    int32_t block_size;
+    const int64_t *slots;        /* [m] */
+    int64_t m;
+} atom_rope_args;
+void atom_rope_and_cache(atom_worker *w, const atom_rope_args *a);
+void atom_rotation(atom_worker *w, const int64_t *positions, int64_t m, const float *inv_freq, int32_t half, float factor,
+                   float *cos, float *sin);
+
+/* ---- attention.c ---- */
+
+/* Causal attention of every sequence's queries over its pages (decode: one query; prefill: many), grouped heads. */
+typedef struct {
+    const float *q; /* [tokens, ...], row stride ldq, heads side by side */
+    int64_t ldq;
+    float *out;     /* [tokens, heads * head_dim] */
+    int64_t ldo;
+    int32_t num_heads, num_kv_heads, head_dim, block_size, cache_is_bf16;
+    float scale, soft_cap;  /* soft_cap 0: none */
+    int32_t window;         /* 0: none; else a query sees itself and window - 1 before it */
+    const float *sinks;     /* [heads] or NULL */
+    const void *keys, *values;
+    const int32_t *block_tables; /* [seqs, table_stride] */
+    int64_t table_stride;
+    const int32_t *cu_seqlens_q; /* [seqs + 1] */
+    const int32_t *context_lens; /* [seqs], the step's tokens included; 0: write zeros */
+    int64_t num_seqs, num_tokens; /* tokens behind the last sequence's are zeroed */
+} atom_attention_args;
+void atom_attention(atom_worker *w, const atom_attention_args *a);
+
+#endif

@@ -21,6 +21,7 @@ import msgspec
 
 from atom.benchmarks.child import ChildError, print_result, run_child
 from atom.platforms import get_platform
+from atom.utils.bytecode_cache import keep_bytecode
 
 MODELS = Path(__file__).parent / "models"
 MODES = ("NONE", "FULL", "TR_HYBRID")
@@ -51,6 +52,7 @@ def measure(
     from atom.runtime.startup_phases import StartupPhases
 
     phases = StartupPhases(since_creation=True)
+    keep_bytecode()  # as the engine process does
     phases.begin("import torch")
     from atom.config import Config
     from atom.model_engine.engine_core import EngineCore

@@ -17,6 +17,7 @@ from atom.runtime.liveness import HeartbeatThread, LivenessPage, ProcessState
 from atom.runtime.process import read_child_config, set_process_title
 from atom.runtime.startup_phases import StartupPhases
 from atom.runtime.transport import EngineSockets
+from atom.utils.bytecode_cache import keep_bytecode
 from atom.utils.gc_utils import configure_gc, freeze_heap, unfreeze_heap
 from atom.utils.logging import init_logger, set_process_name
 
@@ -36,6 +37,7 @@ class EngineProcessConfig(msgspec.Struct):
 
 def main() -> int:
     phases = StartupPhases(since_creation=True)
+    keep_bytecode()
     settings, parent_pid = read_child_config(EngineProcessConfig)
     set_process_title("EngineCore")
     set_process_name("EngineCore")

@@ -183,7 +183,11 @@ class InductorStandaloneAdaptor(CompilerInterface):
         path = self._folder.find(key, source)
         try:
             with self._scratch_space():
-                return CompiledArtifact.load(path=str(path), format="unpacked")
+                # Torch writes into the folder that it loads from: what was checked stays as it is. A new one each
+                # time, as the libraries of an earlier load are mapped.
+                own = tempfile.mkdtemp(dir=self._scratch, prefix="loaded-")
+                shutil.copytree(path, own, dirs_exist_ok=True)
+                return CompiledArtifact.load(path=own, format="unpacked")
         except Exception as error:  # whole and ours, and still not loadable: built again
             raise StaleArtifact(f"torch cannot load it ({type(error).__name__}: {error})") from error
 

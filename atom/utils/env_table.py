@@ -459,6 +459,11 @@ TABLE: tuple[EnvVar, ...] = (
              "Prefix of the process names in logs and process lists.", effective=True),
     ),
     *group(
+        "Start-up",
+        flag("ATOM_BYTECODE_CACHE", True,
+             "Keep Python's bytecode of large packages in ATOM's cache where their own folders have none.", effective=True),
+    ),
+    *group(
         "Garbage collection",
         flag("ATOM_GC_FREEZE", True,
              "After warm-up, take the start-up heap out of later collections.", effective=True),

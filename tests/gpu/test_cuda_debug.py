@@ -15,7 +15,7 @@ from atom.sampling_params import SamplingParams
 from atom.utils.debug_helper import TopkLog, install_block_forward_hooks
 from atom.utils.debug_helper.compare import EQUAL, main
 from atom.utils.debug_helper.files import load
-from tests.helpers.core_driver import CoreDriver
+from tests.helpers.core_driver import CoreDriver, run_to_the_end
 from tests.helpers.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -29,18 +29,9 @@ def folder(tmp_path_factory):
 
 
 def run(folder, device, **fields) -> CoreDriver:
-    config = Config.build(
-        str(folder),
-        device=device,
-        dtype="float32",
-        max_num_batched_tokens=64,
-        kv_cache_memory=2**24,
-        **fields,
+    return run_to_the_end(
+        folder, {1: [5, 6, 7, 8]}, GREEDY, device=device, max_num_batched_tokens=64, **fields
     )
-    driver = CoreDriver(config)
-    driver.add({1: [5, 6, 7, 8]}, GREEDY)
-    driver.run()
-    return driver
 
 
 def test_the_cpu_and_the_device_have_the_same_hidden_states(folder, tmp_path, monkeypatch, capsys):

@@ -2,9 +2,8 @@
 
 import pytest
 
-from atom.config import Config
 from atom.sampling_params import SamplingParams
-from tests.helpers.core_driver import CoreDriver
+from tests.helpers.core_driver import run_to_the_end
 from tests.helpers.tiny_model import FAMILIES, make_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -20,15 +19,8 @@ def folders(tmp_path_factory):
 
 
 def run(folder, device, params=GREEDY, loop="auto", **fields):
-    fields = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory": 2**24, **fields}
-    config = Config.build(
-        str(folder), device=device, dtype="float32", loop=loop, prefix_hash_seed=1, **fields
-    )
-    driver = CoreDriver(config)
-    driver.add(PROMPTS, params)
-    driver.run()
-    driver.check_idle()
-    return driver
+    fields = {"max_num_batched_tokens": 64, "max_num_seqs": 4, **fields}
+    return run_to_the_end(folder, PROMPTS, params, device=device, loop=loop, **fields)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

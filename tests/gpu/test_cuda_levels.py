@@ -5,7 +5,7 @@ import torch
 
 from atom.config import Config
 from atom.sampling_params import SamplingParams
-from tests.helpers.core_driver import CoreDriver
+from tests.helpers.core_driver import CoreDriver, run_to_the_end
 from tests.helpers.tiny_model import FAMILIES, make_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -26,27 +26,16 @@ def expected(folders):
 
 
 def run(folder, device, level, mode, loop="auto", params=GREEDY, **fields):
-    fields = {"max_num_batched_tokens": 96, "max_num_seqs": 6, "kv_cache_memory": 2**24, **fields}
+    fields = {"max_num_batched_tokens": 96, "max_num_seqs": 6, **fields}
     compilation = {
         "level": level,
         "cudagraph_mode": mode,
         "cudagraph_capture_sizes": (1, 2, 4, 6),
         "cache_dir": str(folder / "compiled"),
     }
-    config = Config.build(
-        str(folder),
-        device=device,
-        dtype="float32",
-        loop=loop,
-        prefix_hash_seed=1,
-        compilation_config=compilation,
-        **fields,
+    return run_to_the_end(
+        folder, PROMPTS, params, device=device, loop=loop, compilation_config=compilation, **fields
     )
-    driver = CoreDriver(config)
-    driver.add(PROMPTS, params)
-    driver.run()
-    driver.check_idle()
-    return driver
 
 
 @pytest.mark.parametrize("family", FAMILIES)

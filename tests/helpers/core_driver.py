@@ -1,5 +1,8 @@
 """Drive an EngineCore by messages and gather what it emits, without processes or text."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
 from atom.config import Config
@@ -67,3 +70,18 @@ class CoreDriver:
         stats = self.core.scheduler.stats()
         assert stats["running"] == stats["waiting"] == stats["kv_blocks_used"] == 0, stats
         assert self.core.scheduler.check_integrity() == []
+
+
+def run_to_the_end(
+    folder: Path, prompts: dict[int, list[int]], params: SamplingParams, **fields: Any
+) -> CoreDriver:
+    """A driver whose engine, of a tiny model in fp32, has answered ``prompts`` and holds nothing any more.
+
+    ``fields`` are of the engine's configuration.
+    """
+    fields = {"dtype": "float32", "prefix_hash_seed": 1, "kv_cache_memory": 2**24, **fields}
+    driver = CoreDriver(Config.build(str(folder), **fields))
+    driver.add(prompts, params)
+    driver.run()
+    driver.check_idle()
+    return driver

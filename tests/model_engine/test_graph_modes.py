@@ -11,7 +11,7 @@ from atom.errors import ConfigError
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.runner.forward_pass import ForwardPass
 from atom.sampling_params import SamplingParams
-from tests.helpers.core_driver import CoreDriver
+from tests.helpers.core_driver import run_to_the_end
 from tests.helpers.tiny_model import FAMILIES, make_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -26,22 +26,11 @@ def folders(tmp_path_factory):
 
 
 def run(folder, mode, loop="plain", params=GREEDY, compilation=None, **fields):
-    fields = {"max_num_batched_tokens": 32, "max_num_seqs": 5, "kv_cache_memory": 2**24, **fields}
+    fields = {"max_num_batched_tokens": 32, "max_num_seqs": 5, **fields}
     settings = {"cudagraph_mode": mode, "cudagraph_capture_sizes": (1, 2, 4), **(compilation or {})}
-    config = Config.build(
-        str(folder),
-        device="cpu",
-        dtype="float32",
-        loop=loop,
-        prefix_hash_seed=1,
-        compilation_config=settings,
-        **fields,
+    return run_to_the_end(
+        folder, PROMPTS, params, device="cpu", loop=loop, compilation_config=settings, **fields
     )
-    driver = CoreDriver(config)
-    driver.add(PROMPTS, params)
-    driver.run()
-    driver.check_idle()
-    return driver
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,5 +1,7 @@
 """The KV budget: what fits, what is lowered, what is refused and how the refusal helps."""
 
+from dataclasses import replace
+
 import pytest
 
 from atom.core import CacheGroupSpec, GroupKind
@@ -41,6 +43,18 @@ def test_default_takes_a_share_of_free_memory_and_stays_within_it():
     assert plan.max_model_len == 8192
     assert 0.95 * plan.budget < used(plan) <= plan.budget
     assert plan.budget == int((8192 - 600) * MIB * 0.4)
+
+
+def test_recorded_graphs_are_left_room_and_are_told_of():
+    device = facts(device="cuda", graphs=300 * MIB)
+    plan = plan_cache([FULL], device, limits(gpu_memory_utilization=0.5, max_num_seqs=512))
+    assert plan.budget == int(16384 * MIB * 0.48) - 900 * MIB
+    with pytest.raises(CacheBudgetError, match="recorded graphs +300 MiB"):
+        plan_cache(
+            [FULL],
+            replace(device, free=1000 * MIB),
+            limits(gpu_memory_utilization=0.5, max_model_len_is_explicit=True, max_model_len=1 << 20),
+        )
 
 
 def test_absolute_size_wins_over_shares():

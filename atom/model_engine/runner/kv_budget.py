@@ -1,9 +1,9 @@
 """How many KV blocks fit, decided before a weight is read, and explained in a table when they do not.
 
 The budget is what the KV cache alone may use: ``--kv-cache-memory`` where given; on a device, the share
-``--gpu-memory-utilization`` of its memory, on the CPU ``CPU_SHARE`` of the free RAM, each less weights and
-activations. Every group first gets what one request of ``max_model_len`` needs; the rest is divided so
-that the groups run full together.
+``--gpu-memory-utilization`` of its memory, on the CPU ``CPU_SHARE`` of the free RAM, each less weights, activations
+and what recorded graphs hold. Every group first gets what one request of ``max_model_len`` needs; the rest is divided
+so that the groups run full together.
 """
 
 import math
@@ -27,6 +27,11 @@ class MemoryFacts:
     free: int
     weights: int
     activations: int
+    graphs: int = 0  # an upper estimate of what recorded graphs will hold
+
+    @property
+    def taken(self) -> int:
+        return self.weights + self.activations + self.graphs
 
 
 @dataclass(frozen=True)
@@ -81,11 +86,10 @@ def plan_cache(groups: list[CacheGroupSpec], facts: MemoryFacts, limits: CacheLi
 def _budget(facts: MemoryFacts, limits: CacheLimits) -> int:
     if limits.kv_cache_memory is not None:
         return limits.kv_cache_memory
-    used = facts.weights + facts.activations
     if limits.gpu_memory_utilization is None:
-        return max(0, int((facts.free - used) * CPU_SHARE))
+        return max(0, int((facts.free - facts.taken) * CPU_SHARE))
     allowed = facts.total * (limits.gpu_memory_utilization - DEVICE_RESERVE)
-    return max(0, int(min(allowed, facts.free) - used))
+    return max(0, int(min(allowed, facts.free) - facts.taken))
 
 
 def _floor_blocks(group: CacheGroupSpec, limits: CacheLimits, max_model_len: int) -> int:
@@ -142,6 +146,7 @@ def _explain(
         ("free memory", format_bytes(facts.free)),
         ("weights", format_bytes(facts.weights)),
         ("activations", format_bytes(facts.activations)),
+        *([("recorded graphs", format_bytes(facts.graphs))] if facts.graphs else []),
         ("KV cache per token", format_bytes(per_token)),
         ("KV cache budget", format_bytes(budget)),
         (f"one request of {limits.max_model_len} tokens", format_bytes(need)),
@@ -156,7 +161,7 @@ def _explain(
 
 def _remedies(facts: MemoryFacts, limits: CacheLimits, need: int, fitting: int) -> list[str]:
     remedies = []
-    used = facts.weights + facts.activations
+    used = facts.taken
     if need + used <= facts.free:
         mib = math.ceil(need / 2**20)
         remedies.append(f"--kv-cache-memory {mib}MiB")

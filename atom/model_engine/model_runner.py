@@ -406,10 +406,12 @@ class ModelRunner(Worker):
             prefill = sorted({min(size, self._chunk_tokens) for size in self._prefill_sizes})
         if not token_graphs(self.model):
             if mode.uses_tr_hybrid():
-                raise ConfigError(
-                    f"cudagraph_mode {mode.name} needs a model with a part that is marked @token_graph; "
-                    f"{type(self.model).__name__} has none"
-                )
+                name = type(self.model).__name__
+                reason = f"a model with a part that is marked @token_graph; {name} has none"
+                if not self._is_mode_open:
+                    raise ConfigError(f"cudagraph_mode {mode.name} needs {reason}")
+                logger.info("cudagraph_mode NONE: %s needs %s", mode.name, reason)
+                return None
             prefill = []  # nothing would be recorded of them
         decode = capture_sizes(compilation.capture_sizes(), self.config.max_num_seqs, self._chunk_tokens)
         return GraphRecorder(forward, self.platform, self._profiler, mode, list(decode), prefill)

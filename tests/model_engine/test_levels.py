@@ -4,6 +4,7 @@ import pytest
 
 from atom.errors import ConfigError
 from atom.model_engine import model_runner
+from atom.platforms.cpu import CpuPlatform
 from atom.utils.compile_cache import compilation_counter
 from tests.helpers.tiny_model import FAMILIES
 from tests.model_engine.test_graph_modes import folders, run  # noqa: F401
@@ -42,3 +43,11 @@ def test_a_mode_that_a_model_does_not_support_is_refused(folders, monkeypatch): 
     with pytest.raises(ConfigError, match="TR_HYBRID needs a model with a part that is marked @token_graph"):
         run(folders["llama"], "TR_HYBRID")
     assert run(folders["llama"], "FULL").tokens
+
+
+def test_a_mode_that_nobody_asked_for_is_left_out_instead(folders, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(model_runner, "token_graphs", lambda model: [])
+    monkeypatch.setattr(CpuPlatform, "cudagraph_mode", "TR_HYBRID")
+    driver = run(folders["llama"], None)
+    assert driver.core.worker._recorder is None
+    assert driver.tokens == run(folders["llama"], "NONE").tokens

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom.kernels.triton.attention_parts import LOG2_E, NEVER, add_tile
+from atom.kernels.triton.attention_parts import LOG2_E, NEVER, load_pages, take_tile
 
 SPLITS = (16, 4)  # few choices: each is a kernel to compile
 MAX_PROGRAMS = 528  # four for each of 132 multiprocessors
@@ -27,6 +27,8 @@ def _decode(
     output,
     partial,
     stats,
+    k_scale,
+    v_scale,
     scale,
     soft_cap,
     q_token,
@@ -35,6 +37,7 @@ def _decode(
     HAS_ROWS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -68,11 +71,16 @@ def _decode(
     best = tl.full((GROUP_PAD,), NEVER, tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
     acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+    key_scale, value_scale = scale, 1.0
+    if HAS_SCALES:
+        key_scale = scale * tl.load(k_scale)
+        value_scale = tl.load(v_scale)
     for position in range(start, stop, TILE):
         token = position + tl.arange(0, TILE)
-        best, total, acc = add_tile(
-            tile, best, total, acc, token, (token < stop)[None, :], table, keys, values, head, scale,
-            soft_cap, stop, KV_HEADS, PAGE, DIM, DIM_PAD, HAS_SOFT_CAP,
+        k, v = load_pages(keys, values, table, token, stop, head, KV_HEADS, PAGE, DIM, DIM_PAD)
+        best, total, acc = take_tile(
+            tile, best, total, acc, k.to(tile.dtype), v.to(tile.dtype), (token < stop)[None, :], key_scale,
+            soft_cap, value_scale, True, HAS_SOFT_CAP, HAS_SCALES,
         )  # fmt: skip
     if SPLITS == 1:
         if HAS_SINKS:
@@ -139,6 +147,8 @@ def decode_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> None:
     """Write the attention of ``q``, one token a sequence, into ``output``.
@@ -150,6 +160,7 @@ def decode_attention(
         table_rows: ``[num_seqs]`` int64, each sequence's row; None: sequence i has row i.
         context_lens: ``[num_seqs]`` int32, keys of each sequence; 0 yields zeros.
         output: ``[num_seqs, num_heads, head_dim]``, contiguous.
+        k_scale: ``[1]`` fp32, what a cached key is multiplied by; ``v_scale`` alike. None: 1.
         splits: programs that share a sequence's keys; None chooses.
     """
     num_seqs, num_heads, dim = q.shape
@@ -174,6 +185,8 @@ def decode_attention(
         output,
         partial,
         stats,
+        k_scale,
+        v_scale,
         scale,
         soft_cap or 0.0,
         q.stride(0),
@@ -182,6 +195,7 @@ def decode_attention(
         HAS_ROWS=table_rows is not None,
         HAS_SINKS=has_sinks,
         HAS_SOFT_CAP=soft_cap is not None,
+        HAS_SCALES=k_scale is not None,
         WINDOW=window or 0,
         KV_HEADS=num_kv_heads,
         GROUP=group,

@@ -7,6 +7,7 @@ import torch
 
 from atom.kernels.reference import kv_cache as reference_kv_cache
 from atom.kernels.triton import decode_attention, kv_cache
+from atom.kernels.triton.decode_attention import DecodeShape
 from atom.kernels.triton.varlen_attention import TileShape, plan_tiles, varlen_attention
 from atom.model_ops.attentions.backend import AttentionSpec
 from atom.model_ops.attentions.flash import is_uncached_prefill
@@ -134,7 +135,14 @@ def test_the_number_of_splits_changes_only_roundings(splits):
     outputs = [torch.empty_like(q) for _ in range(2)]
     for output, count in zip(outputs, (splits, 4), strict=True):
         decode_attention.decode_attention(
-            q, *cache, step.block_tables, None, step.context_lens, output, scale=spec.scale, splits=count
+            q,
+            *cache,
+            step.block_tables,
+            None,
+            step.context_lens,
+            output,
+            scale=spec.scale,
+            shape=DecodeShape(count, 64, 4, 2),
         )
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
 

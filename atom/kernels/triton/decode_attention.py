@@ -5,11 +5,23 @@ tile. Splits exist so that few sequences fill the device; a second kernel adds t
 results do not depend on timing.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from atom.kernels.triton.attention_parts import LOG2_E, NEVER, load_pages, take_tile
+
+
+class DecodeShape(NamedTuple):
+    """How a kernel is built: programs a sequence and kv head, keys of a tile, warps, stages."""
+
+    splits: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
 
 SPLITS = (16, 4)  # few choices: each is a kernel to compile
 MAX_PROGRAMS = 528  # four for each of 132 multiprocessors
@@ -134,6 +146,17 @@ def num_splits(num_seqs: int, num_kv_heads: int) -> int:
     return next((n for n in SPLITS if num_seqs * num_kv_heads * n <= MAX_PROGRAMS), 1)
 
 
+def decode_shape(num_seqs: int, num_kv_heads: int, row_bytes: int) -> DecodeShape:
+    """The kernel for a step. ``row_bytes``: of a padded head."""
+    splits = num_splits(num_seqs, num_kv_heads)
+    return DecodeShape(
+        splits,
+        keys=32 if row_bytes > 256 else 64,
+        num_warps=4 if splits > 1 or row_bytes > 256 else 2,
+        num_stages=2 if row_bytes > 512 else 3,
+    )
+
+
 def decode_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -149,7 +172,7 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    splits: int | None = None,
+    shape: DecodeShape | None = None,
 ) -> None:
     """Write the attention of ``q``, one token a sequence, into ``output``.
 
@@ -161,12 +184,13 @@ def decode_attention(
         context_lens: ``[num_seqs]`` int32, keys of each sequence; 0 yields zeros.
         output: ``[num_seqs, num_heads, head_dim]``, contiguous.
         k_scale: ``[1]`` fp32, what a cached key is multiplied by; ``v_scale`` alike. None: 1.
-        splits: programs that share a sequence's keys; None chooses.
+        shape: how the kernel is built; None chooses.
     """
     num_seqs, num_heads, dim = q.shape
     num_kv_heads, page = keys.shape[1:3]
-    splits = splits or num_splits(num_seqs, num_kv_heads)
     dim_pad = max(16, triton.next_power_of_2(dim))
+    shape = shape or decode_shape(num_seqs, num_kv_heads, dim_pad * q.element_size())
+    splits = shape.splits
     group = num_heads // num_kv_heads
     partial = stats = output
     if splits > 1:
@@ -203,10 +227,10 @@ def decode_attention(
         PAGE=page,
         DIM=dim,
         DIM_PAD=dim_pad,
-        TILE=32 if dim_pad * q.element_size() > 256 else 64,
+        TILE=shape.keys,
         SPLITS=splits,
-        num_warps=4 if splits > 1 or dim_pad > 128 else 2,
-        num_stages=2 if dim_pad * q.element_size() > 512 else 3,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
     )
     if splits > 1:
         _combine[(num_seqs, num_heads)](

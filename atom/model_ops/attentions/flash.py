@@ -19,7 +19,7 @@ from atom.utils.forward_context import AttentionMetaData
 
 
 @cache
-def _varlen_parameters() -> frozenset[str]:
+def varlen_parameters() -> frozenset[str]:
     """Names that this version's ``varlen_attn`` takes; empty where there is none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -40,7 +40,7 @@ class FlashAttention(TritonAttention):
             and spec.soft_cap is None
             and not spec.has_sinks
             and spec.head_dim % 8 == 0
-            and {"scale", "window_size"} <= _varlen_parameters()
+            and {"scale", "window_size"} <= varlen_parameters()
         )
 
     def __init__(self, spec: AttentionSpec, sinks: torch.Tensor | None = None):
@@ -48,7 +48,7 @@ class FlashAttention(TritonAttention):
         self._varlen_options: dict[str, Any] = {"scale": spec.scale}
         reach = -1 if spec.window is None else spec.window - 1
         self._varlen_options["window_size"] = (reach, 0)
-        if "enable_gqa" in _varlen_parameters():
+        if "enable_gqa" in varlen_parameters():
             self._varlen_options["enable_gqa"] = spec.group_size > 1
 
     def _attend(

@@ -77,6 +77,10 @@ class Config:
     )
     lm_head_dtype: Literal["auto", "int8"] = opt("auto", "Storage of the output head; int8 on the CPU.")
 
+    attention_backend: Literal["auto", "cpu_paged", "flash_attention", "reference", "triton"] = opt(
+        "auto", "How attention is computed; auto: the device's first that supports the model."
+    )
+
     # device and memory
     device: Literal["auto", "cpu", "cuda", "rocm"] = opt("auto", "Where the model runs.")
     num_threads: int | None = opt(None, "CPU threads; None: the physical cores.", lo=1)
@@ -351,6 +355,7 @@ class Config:
             "quant_config",
             "online_quant_config",
             "lm_head_dtype",
+            "attention_backend",
             "device",
             "kv_cache_block_size",
             "kv_cache_dtype",

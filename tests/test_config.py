@@ -80,6 +80,7 @@ DEFAULTS = {
     "prefix_hash_seed": None,
     "max_consecutive_prefill_steps": None,
     "lm_head_dtype": "auto",
+    "attention_backend": "auto",
     "num_threads": None,
 }
 

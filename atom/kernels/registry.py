@@ -27,6 +27,7 @@ Supports = Callable[..., bool]  # (platform, **traits) -> bool
 REFERENCE_PRIORITY: Mapping[str, int] = dict.fromkeys(PLATFORMS, 0)
 # Importing one of these registers its implementations.
 _IMPLEMENTATION_MODULES = ("atom.kernels.reference", "atom.kernels.cpu")
+_TRITON_MODULE = "atom.kernels.triton.elementwise"  # only where Triton runs: importing it takes its time
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ def select_kernel(op: str, *, device: torch.device | None = None, **traits: Any)
         ConfigError: nothing registered fits, or an override names an implementation that cannot run.
     """
     platform = platform_of_device(device or torch.get_default_device())
+    if platform.supports("triton"):
+        importlib.import_module(_TRITON_MODULE)
     kernel = _choose(op, platform, traits)
     key = (op, kernel.name)
     if key not in _selected:

@@ -56,6 +56,7 @@ class EngineArgs:
     hf_overrides: dict[str, Any] | None = same("hf_overrides")
     online_quant_config: dict[str, Any] | None = same("online_quant_config")
     lm_head_dtype: str = same("lm_head_dtype")
+    attention_backend: str = same("attention_backend")
 
     device: str = same("device")
     num_threads: int | None = same("num_threads")

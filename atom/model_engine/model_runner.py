@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from atom.model_engine.scheduler import SchedulerConfig
 from atom.model_loader.loader import load_dummy, load_weights
 from atom.model_loader.model_files import ModelFiles
 from atom.model_ops import sampler_cpu
+from atom.model_ops.attentions.backend import override_backend
 from atom.model_ops.logprobs import prompt_logprobs
 from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_bans, to_batch_output
 from atom.models.registry import get_model_class, support_model_arch_dict
@@ -71,7 +72,9 @@ class ModelRunner(Worker):
         self.platform = get_platform(config.device)
         self.config = replace(config, compilation_config=self._settle_compilation(config))
         self._is_mode_open = config.compilation_config.is_mode_open
-        self._prefill_sizes = token_graph_sizes()  # read now: a bad value is said before weights are read
+        self._prefill_sizes = token_graph_sizes(
+            in_eighths=self.platform.supports("device_graphs")
+        )  # read now: a bad value is said before weights are read
         self.device = self.platform.device()
         if self.platform.name == "cpu":
             torch.set_num_threads(config.num_threads or self.platform.default_num_threads)
@@ -139,7 +142,10 @@ class ModelRunner(Worker):
 
     def _build_model(self, device: torch.device) -> torch.nn.Module:
         model_class = get_model_class(self.hf_config.architectures)
-        with device, _default_dtype(self.dtype), set_current_atom_config(self.config):
+        # A model that only plans memory, in the host's, has backends of its own device.
+        is_real = device.type == self.device.type and self.config.attention_backend != "auto"
+        backend = override_backend(self.config.attention_backend) if is_real else nullcontext()
+        with device, _default_dtype(self.dtype), set_current_atom_config(self.config), backend:
             return model_class(self.hf_config, lm_head_dtype=self.config.lm_head_dtype).eval()
 
     # -- memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -9,6 +11,10 @@ from atom.model_ops.attentions.backend import AttentionSpec, select_backend
 from atom.utils.custom_register import mark_spliting_op
 from atom.utils.forward_context import get_forward_context
 from atom.utils.region_graph import break_recording
+
+if TYPE_CHECKING:
+    from atom.config_parts import KVCacheTensor
+    from atom.utils.forward_context import AttentionMetaData
 
 
 class Attention(nn.Module):
@@ -70,19 +76,55 @@ class Attention(nn.Module):
             _attend(self, q, k, v, output)
         return output.flatten(-2)
 
+    @property
+    def fuses_rotation(self) -> bool:
+        """Whether :meth:`forward_projected` may be called."""
+        return self.backend.fuses_rotation
+
+    def forward_projected(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, weight: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        """Norm, rotation and attention of ``qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, which is
+        written to: ``[num_tokens, num_heads * head_dim]``. See ``AttentionBackend.forward_projected``.
+        """
+        output = torch.empty((len(qkv), self.num_heads, self.head_dim), dtype=qkv.dtype, device=qkv.device)
+        if torch.compiler.is_compiling():
+            torch.ops.aiter.rotary_attention_with_output(qkv, cos, sin, weight, eps, output, self.layer_name)
+        else:
+            _attend_projected(self, qkv, cos, sin, weight, eps, output)
+        return output.flatten(-2)
+
+    def attend_projected(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        output: torch.Tensor,
+    ) -> None:
+        """As :meth:`attend`, from what the projection left."""
+        metadata, cache = self._step_state()
+        self.backend.forward_projected(
+            qkv, cos, sin, weight, eps, cache.k_cache, cache.v_cache, metadata, output
+        )
+
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor) -> None:
         """Store ``k`` and ``v`` and write the attention of this step into ``output``, shaped as ``q``.
 
         Raises RuntimeError outside a forward context.
         """
+        metadata, cache = self._step_state()
+        self.backend.forward(q, k, v, cache.k_cache, cache.v_cache, metadata, output)
+
+    def _step_state(self) -> tuple[AttentionMetaData, KVCacheTensor]:
         context = get_forward_context()
         metadata = context.attn_metadata.get(self.layer_name)
         if metadata is None:
             raise RuntimeError(
                 f"no forward context is set for {self.layer_name}: call the model inside set_forward_context()"
             )
-        cache = context.kv_cache_data[self.layer_name]
-        self.backend.forward(q, k, v, cache.k_cache, cache.v_cache, metadata, output)
+        return metadata, context.kv_cache_data[self.layer_name]
 
     def extra_repr(self) -> str:
         return f"{self.layer_name}, {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, {self.backend.name}"
@@ -98,9 +140,38 @@ def _attend(
         break_recording(layer.attend, q, k, v, output)
 
 
+def _attend_projected(
+    layer: Attention,
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    output: torch.Tensor,
+) -> None:
+    if layer.backend.supports_token_graph:
+        layer.attend_projected(qkv, cos, sin, weight, eps, output)
+    else:
+        break_recording(layer.attend_projected, qkv, cos, sin, weight, eps, output)
+
+
 @mark_spliting_op(is_custom=True, mutates_args=("output",))
 def unified_attention_with_output(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, layer_name: str
 ) -> None:
     """Attention as compiled code sees it: one opaque op, which finds its layer by name in the forward context."""
     _attend(get_forward_context().no_compile_layers[layer_name], q, k, v, output)
+
+
+@mark_spliting_op(is_custom=True, mutates_args=("qkv", "output"))
+def rotary_attention_with_output(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    output: torch.Tensor,
+    layer_name: str,
+) -> None:
+    """The same with norm and rotation of the heads, for backends that do all of it in one pass."""
+    _attend_projected(get_forward_context().no_compile_layers[layer_name], qkv, cos, sin, weight, eps, output)

@@ -32,7 +32,8 @@ class RotaryEmbedding(nn.Module):
         half = torch.full_like(inv_freq, attention_factor)
         self.register_buffer("sign", torch.cat((-half, half)), persistent=False)
         self.attention_factor = attention_factor
-        self._rotate = select_kernel("rotary", rotary_dim=2 * len(inv_freq))
+        self.rotary_dim = 2 * len(inv_freq)
+        self._rotate = select_kernel("rotary", rotary_dim=self.rotary_dim)
 
     def rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotation:
         """cos and sin for ``positions [num_tokens]`` in ``dtype``."""

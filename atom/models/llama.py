@@ -71,6 +71,10 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        if self.attn.fuses_rotation and self.rope.rotary_dim == self.head_dim:
+            norm = self.qk_norm
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return self.o_proj(self.attn.forward_projected(qkv, *rotation, weight, eps))
         num_qk = self.num_heads + self.num_kv_heads
         qk = qkv[:, :num_qk]
         if self.qk_norm is not None:

@@ -9,7 +9,7 @@ class CudaPlatform(Platform):
     name = "cuda"
     device_type = "cuda"
     communication_backend = "nccl"
-    attention_backends = ("flash_attention", "flashinfer", "triton", "reference")
+    attention_backends = ("triton", "flash_attention", "reference")
     compilation_level = 3
     cudagraph_mode = "FULL"
 

@@ -7,19 +7,32 @@ import subprocess
 import sys
 import tempfile
 
+import torch
 import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from atom.kernels.triton import decode_attention, kv_cache, varlen_attention
+from atom.kernels.triton import decode_attention, elementwise, kv_cache, rotary_cache, varlen_attention
 
 D = sys.argv[1]
 HALF, I32, I64, F32 = "*" + D, "i32", "i64", "fp32"
 ATTENTION = dict(
-    HAS_SINKS=False, HAS_SOFT_CAP=False, HAS_ROWS=True, KV_HEADS=8, PAGE=16, DIM=128, DIM_PAD=128
+    HAS_SINKS=False,
+    HAS_SOFT_CAP=False,
+    HAS_SCALES=False,
+    HAS_ROWS=True,
+    KV_HEADS=8,
+    PAGE=16,
+    DIM=128,
+    DIM_PAD=128,
+    WINDOW=0,
+    GROUP=4,
+    sinks=None,
+    k_scale=None,
+    v_scale=None,
 )
-DECODE = dict(ATTENTION, WINDOW=0, GROUP=4, GROUP_PAD=16, TILE=64, SPLITS=4)
+DECODE = dict(ATTENTION, GROUP_PAD=16, TILE=64, SPLITS=4)
 decode_types = dict(
     q=HALF,
     keys=HALF,
@@ -38,22 +51,55 @@ decode_types = dict(
 )
 varlen_types = dict(
     q=HALF,
+    k=HALF,
+    v=HALF,
     keys=HALF,
     values=HALF,
     tables="*i32",
     rows="*i64",
     cu_seqlens_q="*i32",
     context_lens="*i32",
-    cu_tiles="*i32",
+    tiles="*i32",
     output=HALF,
     scale=F32,
     soft_cap=F32,
-    num_seqs=I32,
     num_tokens=I32,
     q_token=I32,
     q_head=I32,
+    k_token=I32,
+    k_head=I32,
+    v_token=I32,
+    v_head=I32,
     table_stride=I32,
 )
+
+
+def varlen(dim, group=4, fp8=False, **changes):
+    """The kernel that layers of such heads get."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[D]
+    shape = varlen_attention.tile_shape(dtype, dim, group, True)
+    types = dict(varlen_types)
+    if shape.uses_descriptors:
+        types["k"] = types["v"] = f"tensordesc<{D}[{shape.keys}, {dim}]>"
+    constants = dict(
+        ATTENTION,
+        DIM=dim,
+        DIM_PAD=dim,
+        GROUP=group,
+        DESCRIPTORS=shape.uses_descriptors,
+        ROWS=shape.rows,
+        TOKENS=shape.tokens(group),
+        TILE_K=shape.keys,
+        PAGED_K=min(shape.keys, varlen_attention.MAX_PAGED_KEYS),
+    )
+    if fp8:
+        types |= dict(keys="*fp8e4nv", values="*fp8e4nv", k_scale="*fp32", v_scale="*fp32")
+        constants |= dict(HAS_SCALES=True)
+        del constants["k_scale"], constants["v_scale"]
+    options = dict(num_warps=shape.num_warps, num_stages=shape.num_stages)
+    return varlen_attention._varlen, types, constants | changes, options
+
+
 CASES = {
     "write_kv": (
         kv_cache._write_kv,
@@ -74,7 +120,7 @@ CASES = {
     "decode": (
         decode_attention._decode,
         decode_types,
-        dict(DECODE, sinks=None),
+        DECODE,
         dict(num_warps=4, num_stages=3),
     ),
     "combine": (
@@ -83,29 +129,72 @@ CASES = {
         dict(sinks=None, HAS_SINKS=False, NUM_HEADS=32, DIM=128, DIM_PAD=128, SPLITS=4),
         dict(num_warps=1),
     ),
-    "varlen": (
-        varlen_attention._varlen,
-        varlen_types,
-        dict(ATTENTION, sinks=None, WINDOW=0, NUM_HEADS=32, TILE_Q=64, TILE_K=64),
-        dict(num_warps=4, num_stages=3),
+    "varlen": varlen(128),
+    "varlen_64": varlen(64),
+    "plan": (
+        varlen_attention._plan,
+        dict(cu_seqlens_q="*i32", context_lens="*i32", tiles="*i32", num_seqs=I32, bound=I32),
+        dict(TILE=32, LANES=varlen_attention.PLAN_LANES, SEQS=16),
+        dict(num_warps=4),
+    ),
+    "rotate_and_write": (
+        rotary_cache._rotate_and_write,
+        dict(
+            qkv=HALF,
+            cos=HALF,
+            sin=HALF,
+            weight="*fp32",
+            keys=HALF,
+            values=HALF,
+            slots="*i64",
+            eps=F32,
+            qkv_token=I32,
+        ),
+        dict(
+            key_factor=None,
+            value_factor=None,
+            HAS_NORM=True,
+            HAS_FACTORS=False,
+            NUM_HEADS=16,
+            KV_HEADS=8,
+            PAGE=16,
+            DIM=128,
+            HALF_PAD=64,
+            HEADS=rotary_cache.HEADS_PER_PROGRAM,
+        ),
+        dict(num_warps=2),
+    ),
+    "add_rms_norm": (
+        elementwise._rms_norm,
+        dict(
+            x=HALF,
+            residual=HALF,
+            weight="*fp32",
+            output=HALF,
+            total=HALF,
+            eps=F32,
+            x_token=I32,
+            x_head=I32,
+        ),
+        dict(HAS_RESIDUAL=True, IS_PER_HEAD=False, HEADS=1, SIZE=4096, SIZE_PAD=4096),
+        dict(num_warps=4),
+    ),
+    "silu_and_mul": (
+        elementwise._gate,
+        dict(gate_up=HALF, output=HALF, row_token=I32),
+        dict(IS_SILU=True, SIZE=14336, COLUMNS=elementwise.GATE_COLUMNS),
+        dict(num_warps=4),
     ),
 }
 if D == "bf16":
-    for name in ("decode", "varlen"):
-        kernel, types, constants, options = CASES[name]
-        CASES[name + "_gemma"] = (
-            kernel,
-            types,
-            dict(
-                constants,
-                DIM=256,
-                DIM_PAD=256,
-                KV_HEADS=1,
-                WINDOW=512,
-                **({"TILE": 32} if name == "decode" else {"TILE_K": 32, "NUM_HEADS": 4}),
-            ),
-            dict(num_warps=4 if name == "decode" else 8, num_stages=2),
-        )
+    CASES["decode_gemma"] = (
+        decode_attention._decode,
+        decode_types,
+        dict(DECODE, DIM=256, DIM_PAD=256, KV_HEADS=1, WINDOW=512, TILE=32),
+        dict(num_warps=4, num_stages=2),
+    )
+    CASES["varlen_gemma"] = varlen(256, KV_HEADS=1, WINDOW=512)
+    CASES["varlen_fp8"] = varlen(128, fp8=True)
 tool = os.path.join(os.path.dirname(triton.backends.nvidia.__file__), "bin", "cuobjdump")
 found = {}
 for name, (kernel, types, constants, options) in CASES.items():

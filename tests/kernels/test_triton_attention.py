@@ -1,11 +1,16 @@
 """The Triton backend against the reference: under the interpreter without a device, natively with one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from atom.kernels.reference import kv_cache as reference_kv_cache
 from atom.kernels.triton import decode_attention, kv_cache
+from atom.kernels.triton.decode_attention import DecodeShape
+from atom.kernels.triton.varlen_attention import TileShape, plan_tiles, varlen_attention
 from atom.model_ops.attentions.backend import AttentionSpec
+from atom.model_ops.attentions.flash import is_uncached_prefill
 from atom.model_ops.attentions.reference import ReferenceAttention
 from atom.model_ops.attentions.triton import TritonAttention
 from atom.utils.forward_context import AttentionMetaData
@@ -130,7 +135,14 @@ def test_the_number_of_splits_changes_only_roundings(splits):
     outputs = [torch.empty_like(q) for _ in range(2)]
     for output, count in zip(outputs, (splits, 4), strict=True):
         decode_attention.decode_attention(
-            q, *cache, step.block_tables, None, step.context_lens, output, scale=spec.scale, splits=count
+            q,
+            *cache,
+            step.block_tables,
+            None,
+            step.context_lens,
+            output,
+            scale=spec.scale,
+            shape=DecodeShape(count, 64, 4, 2),
         )
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
 
@@ -151,3 +163,94 @@ def test_what_is_not_finite_is_stored_as_zero(bad):
     kv_cache.write_kv(k, v, *caches[0], slots)
     reference_kv_cache.write_kv(k, v.nan_to_num(0.0, 0.0, 0.0), *caches[1], slots)
     assert torch.equal(caches[0][0], caches[1][0]) and torch.equal(caches[0][1], caches[1][1])
+    assert k[1, 0, 3] == 0.0 and v[2, 1, 0] == 0.0  # attention reads them there
+
+
+@pytest.mark.parametrize(
+    "step, is_uncached", [("prefill", True), ("chunks", False), ("mixed", False), ("decode_batch", False)]
+)
+def test_flash_attention_takes_only_whole_prompts(step, is_uncached):
+    metadata = make_step(*STEPS[step])
+    num_tokens = len(metadata.slot_mapping)
+    assert is_uncached_prefill(metadata, num_tokens) is is_uncached
+    assert not is_uncached_prefill(metadata, num_tokens + 1)  # padded
+    rehearsed = replace(metadata, query_lens_host=[], context_lens_host=[], num_prefill_tokens=0)
+    assert not is_uncached_prefill(rehearsed, num_tokens)
+
+
+def list_tiles(query_lens, context_lens, num_tokens, tile):
+    """The plan, made on the host."""
+    tiles, start = [], 0
+    for seq, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
+        prefix = max(context_len - query_len, 0)
+        tiles += [(-(prefix + at + tile), seq, at) for at in range(0, query_len, tile)]
+        start += query_len
+    plan = [[seq, at] for _, seq, at in sorted(tiles)]
+    bound = -(-num_tokens // tile) + len(query_lens)
+    return plan + [[-1, start + i * tile] for i in range(bound - len(plan))]
+
+
+@pytest.mark.parametrize("tile", [1, 16, 32])
+@pytest.mark.parametrize(
+    "query_lens, context_lens, num_padding",
+    [
+        ([70, 1, 21], [70, 1, 21], 0),
+        ([5, 66, 1, 1, 0, 0], [123, 80, 64, 65, 0, 0], 40),
+        ([32] * 40, [32] * 20 + [64] * 20, 3),  # more sequences than the plan takes at a time, many ties
+        ([1, 1], [0, 9], 0),
+    ],
+)
+def test_tiles_with_most_keys_come_first(query_lens, context_lens, num_padding, tile):
+    cu_seqlens = torch.tensor([0, *query_lens]).cumsum(0).int().to(DEVICE)
+    num_tokens = sum(query_lens) + num_padding
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    found = plan_tiles(cu_seqlens, lens, num_tokens, tile).tolist()
+    assert found == list_tiles(query_lens, context_lens, num_tokens, tile)
+
+
+@pytest.mark.parametrize("uses_descriptors", [False, True])
+@pytest.mark.parametrize("rows, keys", [(16, 16), (32, 64), (128, 32)])
+@pytest.mark.parametrize("window", [None, 9])
+def test_the_shape_of_tiles_changes_only_roundings(uses_descriptors, rows, keys, window):
+    step = make_step([41, 7, 1], [41, 30, 12], 2, num_padding=3)
+    packed = torch.randn(52, 8, 16, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    q, k, v = packed.split((4, 2, 2), dim=1)
+    cache = [
+        torch.randn(NUM_BLOCKS, 2, BLOCK, 16, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        for i in range(2)
+    ]
+    outputs = []
+    for shape in (TileShape(64, 32, 4, 2, False), TileShape(rows, keys, 4, 2, uses_descriptors)):
+        outputs.append(torch.full((52, 4, 16), float("nan"), device=DEVICE))
+        varlen_attention(
+            q, k, v, *cache, step.block_tables, None, step.cu_seqlens_q, step.context_lens, outputs[-1],
+            scale=0.4, window=window, shape=shape,
+        )  # fmt: skip
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [5, 3]])
+def test_cached_keys_and_values_have_scales(query_lens):
+    context_lens = [40, 11]
+    step = make_step(query_lens, context_lens, 0)
+    num_tokens = sum(query_lens)
+    generator = torch.Generator().manual_seed(7)
+    packed = torch.randn(num_tokens, 8, 16, generator=generator).to(DEVICE)
+    q, k, v = packed.split((4, 2, 2), dim=1)
+    cache = [torch.randn(NUM_BLOCKS, 2, BLOCK, 16, generator=generator).to(DEVICE) for _ in range(2)]
+    kv_cache.write_kv(k, v, *cache, step.slot_mapping)
+    scales = [torch.tensor([scale], device=DEVICE) for scale in (0.25, 3.0)]
+    outputs = []
+    scaled = [stored / scale for stored, scale in zip(cache, scales, strict=True)]
+    for own, (k_scale, v_scale) in ((cache, (None, None)), (scaled, scales)):
+        outputs.append(torch.empty_like(q))
+        options = {"scale": 0.4, "k_scale": k_scale, "v_scale": v_scale}
+        if num_tokens == len(query_lens):
+            decode_attention.decode_attention(
+                q, *own, step.block_tables, None, step.context_lens, outputs[-1], **options
+            )
+        else:
+            varlen_attention(
+                q, k, v, *own, step.block_tables, None, step.cu_seqlens_q, step.context_lens, outputs[-1], **options
+            )  # fmt: skip
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)

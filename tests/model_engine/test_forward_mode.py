@@ -196,6 +196,11 @@ def test_prefill_token_buckets_come_from_the_environment(monkeypatch, text, size
 def test_prefill_token_buckets_default(monkeypatch):
     monkeypatch.delenv("ATOM_TOKEN_GRAPH_SIZES", raising=False)
     assert token_graph_sizes() == (256, 512, 1024, 2048, 3072)
+    fine = token_graph_sizes(in_eighths=True)
+    assert fine[:10] == (256, 288, 320, 352, 384, 416, 448, 480, 512, 576)
+    assert fine[-2:] == (3840, 4096) and len(fine) == 33
+    monkeypatch.setenv("ATOM_TOKEN_GRAPH_SIZES", "512")
+    assert token_graph_sizes(in_eighths=True) == (512,)
 
 
 @pytest.mark.parametrize("text", ["256;512", "0", "-4", "1e3", "a"])

@@ -188,7 +188,9 @@ def test_selection_and_override():
     assert select_backend(make_spec()) is CpuPagedAttention
     with override_backend("reference"):
         assert select_backend(make_spec()) is ReferenceAttention
-    with pytest.raises(ConfigError, match="'flash' is not one of cpu_paged, reference, triton"):
+    with pytest.raises(
+        ConfigError, match="'flash' is not one of cpu_paged, flash_attention, reference, triton"
+    ):
         with override_backend("flash"):
             pass
 

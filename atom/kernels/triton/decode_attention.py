@@ -5,11 +5,23 @@ tile. Splits exist so that few sequences fill the device; a second kernel adds t
 results do not depend on timing.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from atom.kernels.triton.attention_parts import LOG2_E, NEVER, add_tile
+from atom.kernels.triton.attention_parts import LOG2_E, NEVER, load_pages, take_tile
+
+
+class DecodeShape(NamedTuple):
+    """How a kernel is built: programs a sequence and kv head, keys of a tile, warps, stages."""
+
+    splits: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
 
 SPLITS = (16, 4)  # few choices: each is a kernel to compile
 MAX_PROGRAMS = 528  # four for each of 132 multiprocessors
@@ -27,6 +39,8 @@ def _decode(
     output,
     partial,
     stats,
+    k_scale,
+    v_scale,
     scale,
     soft_cap,
     q_token,
@@ -35,6 +49,7 @@ def _decode(
     HAS_ROWS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -68,11 +83,16 @@ def _decode(
     best = tl.full((GROUP_PAD,), NEVER, tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
     acc = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+    key_scale, value_scale = scale, 1.0
+    if HAS_SCALES:
+        key_scale = scale * tl.load(k_scale)
+        value_scale = tl.load(v_scale)
     for position in range(start, stop, TILE):
         token = position + tl.arange(0, TILE)
-        best, total, acc = add_tile(
-            tile, best, total, acc, token, (token < stop)[None, :], table, keys, values, head, scale,
-            soft_cap, stop, KV_HEADS, PAGE, DIM, DIM_PAD, HAS_SOFT_CAP,
+        k, v = load_pages(keys, values, table, token, stop, head, KV_HEADS, PAGE, DIM, DIM_PAD)
+        best, total, acc = take_tile(
+            tile, best, total, acc, k.to(tile.dtype), v.to(tile.dtype), (token < stop)[None, :], key_scale,
+            soft_cap, value_scale, True, HAS_SOFT_CAP, HAS_SCALES,
         )  # fmt: skip
     if SPLITS == 1:
         if HAS_SINKS:
@@ -126,6 +146,17 @@ def num_splits(num_seqs: int, num_kv_heads: int) -> int:
     return next((n for n in SPLITS if num_seqs * num_kv_heads * n <= MAX_PROGRAMS), 1)
 
 
+def decode_shape(num_seqs: int, num_kv_heads: int, row_bytes: int) -> DecodeShape:
+    """The kernel for a step. ``row_bytes``: of a padded head."""
+    splits = num_splits(num_seqs, num_kv_heads)
+    return DecodeShape(
+        splits,
+        keys=32 if row_bytes > 256 else 64,
+        num_warps=4 if splits > 1 or row_bytes > 256 else 2,
+        num_stages=2 if row_bytes > 512 else 3,
+    )
+
+
 def decode_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -139,7 +170,9 @@ def decode_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
-    splits: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    shape: DecodeShape | None = None,
 ) -> None:
     """Write the attention of ``q``, one token a sequence, into ``output``.
 
@@ -150,12 +183,14 @@ def decode_attention(
         table_rows: ``[num_seqs]`` int64, each sequence's row; None: sequence i has row i.
         context_lens: ``[num_seqs]`` int32, keys of each sequence; 0 yields zeros.
         output: ``[num_seqs, num_heads, head_dim]``, contiguous.
-        splits: programs that share a sequence's keys; None chooses.
+        k_scale: ``[1]`` fp32, what a cached key is multiplied by; ``v_scale`` alike. None: 1.
+        shape: how the kernel is built; None chooses.
     """
     num_seqs, num_heads, dim = q.shape
     num_kv_heads, page = keys.shape[1:3]
-    splits = splits or num_splits(num_seqs, num_kv_heads)
     dim_pad = max(16, triton.next_power_of_2(dim))
+    shape = shape or decode_shape(num_seqs, num_kv_heads, dim_pad * q.element_size())
+    splits = shape.splits
     group = num_heads // num_kv_heads
     partial = stats = output
     if splits > 1:
@@ -174,6 +209,8 @@ def decode_attention(
         output,
         partial,
         stats,
+        k_scale,
+        v_scale,
         scale,
         soft_cap or 0.0,
         q.stride(0),
@@ -182,6 +219,7 @@ def decode_attention(
         HAS_ROWS=table_rows is not None,
         HAS_SINKS=has_sinks,
         HAS_SOFT_CAP=soft_cap is not None,
+        HAS_SCALES=k_scale is not None,
         WINDOW=window or 0,
         KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -189,10 +227,10 @@ def decode_attention(
         PAGE=page,
         DIM=dim,
         DIM_PAD=dim_pad,
-        TILE=32 if dim_pad * q.element_size() > 256 else 64,
+        TILE=shape.keys,
         SPLITS=splits,
-        num_warps=4 if splits > 1 or dim_pad > 128 else 2,
-        num_stages=2 if dim_pad * q.element_size() > 512 else 3,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
     )
     if splits > 1:
         _combine[(num_seqs, num_heads)](

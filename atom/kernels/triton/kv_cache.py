@@ -6,7 +6,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _finite(x):
+def finite(x):
     """x, and 0 where it is not finite: ``x - x`` is 0 for finite numbers and NaN for the others."""
     return tl.where(x - x == 0.0, x, 0.0)
 
@@ -30,21 +30,26 @@ def _write_kv(
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
+    head = tl.arange(0, HEADS_PAD)[:, None]
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    mask = (head < NUM_HEADS) & (dim < DIM)
+    k_source = k + token * k_token + head * k_head + dim
+    v_source = v + token * v_token + head * v_head + dim
+    new_key = tl.load(k_source, mask=mask, other=0.0)
+    new_value = tl.load(v_source, mask=mask, other=0.0)
+    # Attention reads this step's keys and values where they are: padding too, as what it then masks.
+    tl.store(k_source, tl.zeros_like(new_key), mask=mask & (new_key - new_key != 0.0))
+    tl.store(v_source, tl.zeros_like(new_value), mask=mask & (new_value - new_value != 0.0))
     if slot >= 0:
-        head = tl.arange(0, HEADS_PAD)[:, None]
-        dim = tl.arange(0, DIM_PAD)[None, :]
-        mask = (head < NUM_HEADS) & (dim < DIM)
         target = ((slot // PAGE) * NUM_HEADS + head) * PAGE * DIM + (slot % PAGE) * DIM + dim
-        new_key = tl.load(k + token * k_token + head * k_head + dim, mask=mask, other=0.0)
-        new_value = tl.load(v + token * v_token + head * v_head + dim, mask=mask, other=0.0)
-        tl.store(keys + target, _finite(new_key).to(keys.dtype.element_ty), mask=mask)
-        tl.store(values + target, _finite(new_value).to(values.dtype.element_ty), mask=mask)
+        tl.store(keys + target, finite(new_key).to(keys.dtype.element_ty), mask=mask)
+        tl.store(values + target, finite(new_value).to(values.dtype.element_ty), mask=mask)
 
 
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Store ``k`` and ``v`` at ``slots``; a value that is not finite is stored as 0.
+    """Store ``k`` and ``v`` at ``slots``; a value that is not finite becomes 0, in the cache and where it is.
 
     Args:
         k: ``[num_tokens, num_kv_heads, head_dim]``, the last dimension contiguous; ``v`` alike.

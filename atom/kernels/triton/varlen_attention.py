@@ -1,181 +1,388 @@
-"""Causal attention of any number of query tokens a sequence over the paged cache.
+"""Causal attention of any number of query tokens a sequence: over this step's own keys, and paged ones before them.
 
-A program has one tile of ``TILE_Q`` query tokens of one sequence and one query head. The grid is an upper bound of
-the tiles, known from shapes alone; each program finds its sequence in the running sums of tiles. Programs beyond the
-last tile write the zeros of the padding behind the last sequence.
+A program has one tile of one sequence and one kv head. The rows of a tile are the query heads of that kv head for
+consecutive tokens, so that keys are read once a group. Keys of this step are read where the projection left them;
+pages are read for what was cached before the step. Tiles that every query sees whole are not masked.
+
+The grid is an upper bound of the tiles, known from shapes alone; :func:`plan_tiles` lists them on the device, those
+with most keys first. Programs beyond the last tile write the zeros of the padding behind the last sequence.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from atom.kernels.triton.attention_parts import LOG2_E, NEVER, add_tile
+from atom.kernels.triton.attention_parts import LOG2_E, NEVER, load_pages, take_tile
 
-TILE_Q = 64
+MAX_PAGED_KEYS = 64  # of a tile: addresses of pages take registers that addresses in a row do not
+PLAN_LANES = 128  # tiles that a program of the plan places
 
 
-# Steps have any number of sequences and tokens: none of them is worth a compilation of its own, least of all 1.
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+class TileShape(NamedTuple):
+    """How a kernel is built: rows and keys of a tile, warps, stages, and whether descriptors load the keys."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    uses_descriptors: bool
+
+    def tokens(self, group: int) -> int:
+        """Query tokens of a tile whose kv head has ``group`` query heads."""
+        return max(1, self.rows // group)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "bound"])
+def _plan(
+    cu_seqlens_q,
+    context_lens,
+    tiles,
+    num_seqs,
+    bound,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    SEQS: tl.constexpr,
+):
+    number = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    lane_seq = tl.zeros((LANES,), tl.int32)
+    before = tl.zeros((LANES,), tl.int32)  # tiles of the sequences before the lane's
+    total = 0
+    for at in range(0, num_seqs, SEQS):
+        seq = at + tl.arange(0, SEQS)
+        is_seq = seq < num_seqs
+        first = tl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
+        count = (tl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - first + TILE - 1) // TILE
+        running = total + tl.cumsum(count, 0)
+        is_past = (running[None, :] <= number[:, None]) & is_seq[None, :]
+        lane_seq += tl.sum(is_past.to(tl.int32), 1)
+        before = tl.maximum(before, tl.max(tl.where(is_past, running[None, :], 0), 1))
+        total += tl.sum(count, 0)
+    is_tile = number < total
+    lane_seq = tl.where(is_tile, lane_seq, 0)
+    local = number - before
+    query_len = tl.load(cu_seqlens_q + lane_seq + 1) - tl.load(cu_seqlens_q + lane_seq)
+    cost = tl.maximum(tl.load(context_lens + lane_seq) - query_len, 0) + (local + 1) * TILE
+    # A tile's place: how many have more keys, and of those with as many how many belong to sequences before it.
+    place = tl.zeros((LANES,), tl.int32)
+    for at in range(0, num_seqs, SEQS):
+        seq = at + tl.arange(0, SEQS)
+        is_seq = seq < num_seqs
+        first = tl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
+        length = tl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - first
+        count = (length + TILE - 1) // TILE
+        prefix = tl.maximum(tl.load(context_lens + seq, mask=is_seq, other=0) - length, 0)
+        rest = cost[:, None] - prefix[None, :]
+        num_less = tl.minimum(
+            tl.maximum(rest, 0) // TILE, count[None, :]
+        )  # of the sequence, with no more keys
+        place += tl.sum(count[None, :] - num_less, 1)
+        is_equal = (rest > 0) & (rest % TILE == 0) & (rest // TILE <= count[None, :])
+        place += tl.sum((is_equal & (seq[None, :] < lane_seq[:, None])).to(tl.int32), 1)
+    padding = tl.load(cu_seqlens_q + num_seqs) + (number - total) * TILE
+    target = tiles + tl.where(is_tile, place, number) * 2
+    tl.store(target, tl.where(is_tile, lane_seq, -1), mask=number < bound)
+    tl.store(target + 1, tl.where(is_tile, local * TILE, padding), mask=number < bound)
+
+
+# Steps have any number of tokens: none is worth a compilation of its own.
+@triton.jit(do_not_specialize=["num_tokens"])
 def _varlen(
     q,
+    k,
+    v,
     keys,
     values,
     tables,
     rows,
     cu_seqlens_q,
     context_lens,
-    cu_tiles,
+    tiles,
     sinks,
     output,
+    k_scale,
+    v_scale,
     scale,
     soft_cap,
-    num_seqs,
     num_tokens,
     q_token,
     q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
     table_stride,
     HAS_ROWS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
     WINDOW: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    TILE_Q: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
     TILE_K: tl.constexpr,
+    PAGED_K: tl.constexpr,
 ):
-    number = tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.arange(0, TILE_Q)
+    head = tl.program_id(0)
+    entry = tiles + tl.program_id(1) * 2
+    seq = tl.load(entry)
+    offset = tl.load(entry + 1)  # of the tile's first token in its sequence; of padding in the step
+    row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_PAD)
-    num_tiles = tl.load(cu_tiles + num_seqs - 1)
-    if number >= num_tiles:
-        token = tl.load(cu_seqlens_q + num_seqs) + (number - num_tiles) * TILE_Q + row
-        target = output + (token.to(tl.int64) * NUM_HEADS + head)[:, None] * DIM + dim[None, :]
-        mask = (token < num_tokens)[:, None] & (dim < DIM)[None, :]
-        tl.store(target, tl.zeros((TILE_Q, DIM_PAD), output.dtype.element_ty), mask=mask)
+    row_token = row // GROUP
+    q_heads = head * GROUP + row % GROUP
+    is_row = row_token < TOKENS
+    if seq < 0:
+        token = (offset + row_token).to(tl.int64)
+        target = output + (token * (GROUP * KV_HEADS) + q_heads)[:, None] * DIM + dim[None, :]
+        mask = (is_row & (token < num_tokens))[:, None] & (dim < DIM)[None, :]
+        tl.store(target, tl.zeros((ROWS, DIM_PAD), output.dtype.element_ty), mask=mask)
         return
 
-    # The first sequence whose tiles end behind this one.
-    low = 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(cu_tiles + middle) > number:
-            high = middle
-        else:
-            low = middle + 1
-    seq = low
-    tiles_before = 0
-    if seq > 0:
-        tiles_before = tl.load(cu_tiles + seq - 1)
     first_token = tl.load(cu_seqlens_q + seq)
     query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
     context_len = tl.load(context_lens + seq)
-    offset = (number - tiles_before) * TILE_Q
-    position = context_len - query_len + offset + row  # of each query in its sequence
-    token = (first_token + offset + row).to(tl.int64)
-    q_mask = (offset + row < query_len)[:, None] & (dim < DIM)[None, :]
-    tile = tl.load(q + token[:, None] * q_token + head * q_head + dim[None, :], mask=q_mask, other=0.0)
+    prefix = tl.maximum(context_len - query_len, 0)
+    token = (first_token + offset + row_token).to(tl.int64)
+    q_mask = (is_row & (offset + row_token < query_len))[:, None] & (dim < DIM)[None, :]
+    tile = tl.load(
+        q + token[:, None] * q_token + q_heads[:, None] * q_head + dim[None, :], mask=q_mask, other=0.0
+    )
+    best = tl.full((ROWS,), NEVER, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DIM_PAD), tl.float32)
+    seen = offset + row_token  # the last key of this step that a row sees
 
+    # Keys cached before this step. Every row sees all of them that its window reaches.
+    paged_scale, weight_scale = scale, 1.0
+    if HAS_SCALES:
+        paged_scale = scale * tl.load(k_scale)
+        weight_scale = tl.load(v_scale)
     table_row = seq.to(tl.int64)
     if HAS_ROWS:
         table_row = tl.load(rows + seq)
     table = tables + table_row * table_stride
-    first_position = context_len - query_len + offset
-    stop = tl.minimum(context_len, first_position + TILE_Q)
     start = 0
     if WINDOW > 0:
-        start = tl.maximum(first_position - WINDOW + 1, 0) // TILE_K * TILE_K
-    kv_head = head // (NUM_HEADS // KV_HEADS)
-    best = tl.full((TILE_Q,), NEVER, tl.float32)
-    total = tl.zeros((TILE_Q,), tl.float32)
-    acc = tl.zeros((TILE_Q, DIM_PAD), tl.float32)
-    for at in range(start, stop, TILE_K):
-        key = at + tl.arange(0, TILE_K)
-        visible = key[None, :] <= position[:, None]
+        start = tl.maximum(prefix + offset - WINDOW + 1, 0) // PAGED_K * PAGED_K
+    for at in range(start, prefix, PAGED_K):
+        key = at + tl.arange(0, PAGED_K)
+        k_tile, v_tile = load_pages(keys, values, table, key, prefix, head, KV_HEADS, PAGE, DIM, DIM_PAD)
+        visible = (key < prefix)[None, :]
         if WINDOW > 0:
-            visible = visible & (key[None, :] > position[:, None] - WINDOW)
-        best, total, acc = add_tile(
-            tile, best, total, acc, key, visible, table, keys, values, kv_head, scale, soft_cap, stop,
-            KV_HEADS, PAGE, DIM, DIM_PAD, HAS_SOFT_CAP,
+            visible = visible & (key[None, :] > (prefix + seen - WINDOW)[:, None])
+        best, total, acc = take_tile(
+            tile, best, total, acc, k_tile.to(tile.dtype), v_tile.to(tile.dtype), visible, paged_scale, soft_cap,
+            weight_scale, True, HAS_SOFT_CAP, HAS_SCALES,
         )  # fmt: skip
+
+    # Keys of this step: first the tiles that every row sees whole, then those on the diagonal.
+    start = 0
+    whole = (offset + 1) // TILE_K * TILE_K
+    if WINDOW > 0:
+        start = tl.maximum(offset - WINDOW + 1, 0) // TILE_K * TILE_K
+        whole = start  # the window's edge cuts most tiles
+    stop = tl.where(context_len > 0, tl.minimum(query_len, offset + TOKENS), 0)
+    column = tl.arange(0, TILE_K)
+    step_rows = first_token.to(tl.int64) + column
+    in_head = (dim < DIM)[None, :]
+    for at in range(start, tl.minimum(whole, stop), TILE_K):
+        if DESCRIPTORS:
+            k_tile = k.load([first_token + at, head * DIM])
+            v_tile = v.load([first_token + at, head * DIM])
+        else:
+            k_rows = k + (step_rows + at)[:, None] * k_token + head * k_head + dim[None, :]
+            v_rows = v + (step_rows + at)[:, None] * v_token + head * v_head + dim[None, :]
+            if DIM == DIM_PAD:
+                k_tile = tl.load(k_rows)
+                v_tile = tl.load(v_rows)
+            else:
+                k_tile = tl.load(k_rows, mask=in_head, other=0.0)
+                v_tile = tl.load(v_rows, mask=in_head, other=0.0)
+        best, total, acc = take_tile(
+            tile, best, total, acc, k_tile, v_tile, is_row[:, None], scale, soft_cap, 1.0, False, HAS_SOFT_CAP,
+            False,
+        )  # fmt: skip
+    for at in range(whole, stop, TILE_K):
+        key = at + column
+        if DESCRIPTORS:  # past the sequence's end there are others' keys, or zeros: finite, and never visible
+            k_tile = k.load([first_token + at, head * DIM])
+            v_tile = v.load([first_token + at, head * DIM])
+        else:
+            mask = (key < stop)[:, None] & in_head
+            k_rows = k + (step_rows + at)[:, None] * k_token + head * k_head + dim[None, :]
+            v_rows = v + (step_rows + at)[:, None] * v_token + head * v_head + dim[None, :]
+            k_tile = tl.load(k_rows, mask=mask, other=0.0)
+            v_tile = tl.load(v_rows, mask=mask, other=0.0)
+        visible = key[None, :] <= seen[:, None]
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > (seen - WINDOW)[:, None])
+        best, total, acc = take_tile(
+            tile, best, total, acc, k_tile, v_tile, visible, scale, soft_cap, 1.0, True, HAS_SOFT_CAP, False
+        )
+
     if HAS_SINKS:
-        total += tl.where(context_len > 0, tl.exp2(tl.load(sinks + head) * LOG2_E - best), 0.0)
+        sink = tl.load(sinks + q_heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        total += tl.where(context_len > 0, tl.exp2(sink - best), 0.0)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    target = output + (token * NUM_HEADS + head)[:, None] * DIM + dim[None, :]
+    target = output + (token * (GROUP * KV_HEADS) + q_heads)[:, None] * DIM + dim[None, :]
     tl.store(target, acc.to(output.dtype.element_ty), mask=q_mask)
 
 
-def count_tiles(cu_seqlens_q: torch.Tensor) -> torch.Tensor:
-    """Running sums of each sequence's tiles, ``[num_seqs]`` int32, for :func:`varlen_attention`."""
-    tiles = (cu_seqlens_q.diff() + (TILE_Q - 1)) // TILE_Q
-    return tiles.cumsum(0, dtype=torch.int32)
+def tile_shape(dtype: torch.dtype, dim_pad: int, group: int, can_describe: bool) -> TileShape:
+    """The kernel for such layers. ``can_describe``: whether the keys' layout has tensor descriptors."""
+    if dtype.itemsize > 2:
+        return TileShape(64, 32, 4 if dim_pad <= 128 else 8, 2, False)
+    if dim_pad > 128:
+        return TileShape(max(64, triton.next_power_of_2(group)), 32, 8, 2, False)
+    return TileShape(128, 128 if dim_pad == 128 else 64, 8, 2, can_describe)
+
+
+def layer_tile_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> TileShape:
+    """The kernel that :func:`varlen_attention` takes for these."""
+    dim_pad = max(16, triton.next_power_of_2(q.shape[2]))
+    return tile_shape(q.dtype, dim_pad, q.shape[1] // k.shape[1], can_describe(k, v))
+
+
+def plan_tiles(
+    cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, num_tokens: int, tile_tokens: int
+) -> torch.Tensor:
+    """Where each program of :func:`varlen_attention` works: ``[bound, 2]`` int32 of (sequence, first token in it).
+
+    Tiles with most keys come first; the rest are -1 and the step's tokens behind the last sequence, in tiles alike.
+    Launches one kernel and reads nothing back.
+    """
+    num_seqs = len(context_lens)
+    bound = triton.cdiv(num_tokens, tile_tokens) + num_seqs
+    tiles = torch.empty((bound, 2), dtype=torch.int32, device=cu_seqlens_q.device)
+    _plan[(triton.cdiv(bound, PLAN_LANES),)](
+        cu_seqlens_q,
+        context_lens,
+        tiles,
+        num_seqs,
+        bound,
+        TILE=tile_tokens,
+        LANES=PLAN_LANES,
+        SEQS=16,
+        num_warps=4,
+    )
+    return tiles
 
 
 def varlen_attention(
     q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     block_tables: torch.Tensor,
     table_rows: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
-    cu_tiles: torch.Tensor,
     output: torch.Tensor,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
+    shape: TileShape | None = None,
 ) -> None:
-    """Write the attention of ``q`` into ``output``; its keys are already in the cache.
+    """Write the attention of ``q`` into ``output``.
 
     Args:
         q: ``[num_tokens, num_heads, head_dim]``, sequence after sequence, the last dimension contiguous.
-        keys: ``[num_blocks, num_kv_heads, block_size, head_dim]``, contiguous; ``values`` alike.
+        k: ``[num_tokens, num_kv_heads, head_dim]``, this step's keys, finite, the last dimension contiguous; ``v``
+            alike.
+        keys: ``[num_blocks, num_kv_heads, block_size, head_dim]``, contiguous; ``values`` alike. Read for what was
+            cached before this step.
         block_tables: ``[rows, max_blocks]`` int32.
         table_rows: ``[num_seqs]`` int64, each sequence's row; None: sequence i has row i.
         cu_seqlens_q: ``[num_seqs + 1]`` int32; tokens from its last entry on are padding and yield zeros.
         context_lens: ``[num_seqs]`` int32, keys visible to each sequence's last query token.
-        cu_tiles: ``[num_seqs]`` int32 of :func:`count_tiles`.
         output: ``[num_tokens, num_heads, head_dim]``, contiguous.
+        k_scale: ``[1]`` fp32, what a cached key is multiplied by; ``v_scale`` alike. None: 1.
+        tiles: of :func:`plan_tiles` for this ``shape``; None plans.
+        shape: how the kernel is built; None chooses.
     """
     num_tokens, num_heads, dim = q.shape
-    num_seqs = len(context_lens)
+    num_kv_heads = keys.shape[1]
+    group = num_heads // num_kv_heads
     dim_pad = max(16, triton.next_power_of_2(dim))
-    row_bytes = dim_pad * q.element_size()
-    _varlen[(triton.cdiv(num_tokens, TILE_Q) + num_seqs, num_heads)](
+    shape = shape or layer_tile_shape(q, k, v)
+    tile_tokens = shape.tokens(group)
+    if tiles is None:
+        tiles = plan_tiles(cu_seqlens_q, context_lens, num_tokens, tile_tokens)
+    k_source, v_source = k, v
+    if shape.uses_descriptors:
+        k_source, v_source = _describe(k, shape.keys), _describe(v, shape.keys)
+    _varlen[(num_kv_heads, len(tiles))](
         q,
+        k_source,
+        v_source,
         keys,
         values,
         block_tables,
         table_rows,
         cu_seqlens_q,
         context_lens,
-        cu_tiles,
+        tiles,
         sinks,
         output,
+        k_scale,
+        v_scale,
         scale,
         soft_cap or 0.0,
-        num_seqs,
         num_tokens,
         q.stride(0),
         q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
         block_tables.stride(0),
         HAS_ROWS=table_rows is not None,
         HAS_SINKS=sinks is not None,
         HAS_SOFT_CAP=soft_cap is not None,
+        HAS_SCALES=k_scale is not None,
+        DESCRIPTORS=shape.uses_descriptors,
         WINDOW=window or 0,
-        NUM_HEADS=num_heads,
-        KV_HEADS=keys.shape[1],
+        GROUP=group,
+        KV_HEADS=num_kv_heads,
         PAGE=keys.shape[2],
         DIM=dim,
         DIM_PAD=dim_pad,
-        TILE_Q=TILE_Q,
-        TILE_K=64 if row_bytes <= 256 else 32,
-        num_warps=4 if row_bytes <= 256 else 8,
-        num_stages=3 if row_bytes <= 256 else 2,
+        ROWS=max(shape.rows, triton.next_power_of_2(group)),
+        TOKENS=tile_tokens,
+        TILE_K=shape.keys,
+        PAGED_K=min(shape.keys, MAX_PAGED_KEYS),
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
     )
+
+
+def can_describe(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether tensor descriptors can load the heads of ``k`` and ``v``: powers of two, at multiples of 16 bytes."""
+    dim, size = k.shape[2], k.element_size()
+    return (
+        dim >= 16
+        and dim & (dim - 1) == 0
+        and all(
+            t.stride(1) == dim and t.stride(0) * size % 16 == 0 and t.data_ptr() % 16 == 0 for t in (k, v)
+        )
+    )
+
+
+def _describe(heads: torch.Tensor, num_keys: int) -> TensorDescriptor:
+    """A descriptor of ``heads [num_tokens, num_heads, dim]`` as rows of all heads; it loads one head of some rows."""
+    num_tokens, num_heads, dim = heads.shape
+    return TensorDescriptor(heads, [num_tokens, num_heads * dim], [heads.stride(0), 1], [num_keys, dim])

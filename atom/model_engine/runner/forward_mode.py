@@ -13,6 +13,7 @@ from atom.config_parts import CUDAGraphMode
 from atom.errors import ConfigError
 from atom.utils import envs
 
+DEVICE_TOKEN_RANGE = (256, 4096)
 # A decode bucket of so many requests or fewer is recorded in one piece under two-batch overlap.
 MAX_UNSPLIT_BS = 2
 
@@ -147,8 +148,26 @@ def capture_sizes(
     return tuple(sorted({min(size, largest) for size in sizes} - {0}, reverse=True))
 
 
-def token_graph_sizes() -> tuple[int, ...]:
-    """Prefill token buckets of ``ATOM_TOKEN_GRAPH_SIZES``, ascending; empty when it is. Raises ConfigError."""
+def eighths_of_octaves(first: int, last: int) -> tuple[int, ...]:
+    """``first``, then steps of an eighth of the octave that they lie in, up to ``last``: 12 % of padding at most."""
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(sizes[-1] + (1 << sizes[-1].bit_length() - 1) // 8)
+    return tuple(sizes)
+
+
+def token_graph_sizes(in_eighths: bool = False) -> tuple[int, ...]:
+    """Prefill token buckets of ``ATOM_TOKEN_GRAPH_SIZES``, ascending; empty when it is.
+
+    Args:
+        in_eighths: where the variable is not set, steps of an eighth of an octave up to where launching kernels
+            costs less than running them. One graph holds a whole prefill there, so that many are cheap.
+
+    Raises:
+        ConfigError: the variable holds something else.
+    """
+    if in_eighths and not envs.is_set("ATOM_TOKEN_GRAPH_SIZES"):
+        return eighths_of_octaves(*DEVICE_TOKEN_RANGE)
     text = envs.ATOM_TOKEN_GRAPH_SIZES
     sizes = set()
     for part in filter(None, map(str.strip, text.split(","))):

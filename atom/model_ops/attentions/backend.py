@@ -55,6 +55,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     # Whether launches depend on nothing but shapes, so that a device graph can hold them.
     supports_token_graph: ClassVar[bool] = False
+    # Whether it norms and rotates the heads itself, see ``forward_projected``.
+    fuses_rotation: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -86,10 +88,30 @@ class AttentionBackend(ABC):
             output: ``[num_tokens, num_heads, head_dim]``, contiguous; every element is written.
         """
 
+    def forward_projected(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetaData,
+        output: torch.Tensor,
+    ) -> None:
+        """Norm (unless ``weight`` is None) and rotate query and key heads, then as :meth:`forward`.
+
+        Only of a backend that ``fuses_rotation``. ``qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]`` is
+        written to; the rest is as the kernels "rms_norm" and "rotary" take it.
+        """
+        raise NotImplementedError(f"{self.name} takes heads that are rotated already")
+
 
 # Where each backend lives; a platform lists the names that it prefers. Imported when first asked for.
 _BACKENDS = {
     "cpu_paged": "atom.model_ops.attentions.cpu:CpuPagedAttention",
+    "flash_attention": "atom.model_ops.attentions.flash:FlashAttention",
     "reference": "atom.model_ops.attentions.reference:ReferenceAttention",
     "triton": "atom.model_ops.attentions.triton:TritonAttention",
 }

@@ -9,7 +9,8 @@ import torch
 
 from atom.kernels.triton.decode_attention import decode_attention
 from atom.kernels.triton.kv_cache import write_kv
-from atom.kernels.triton.varlen_attention import count_tiles, varlen_attention
+from atom.kernels.triton.rotary_cache import rotate_and_write
+from atom.kernels.triton.varlen_attention import layer_tile_shape, plan_tiles, varlen_attention
 from atom.model_ops.attentions.backend import AttentionBackend, AttentionSpec
 from atom.platforms import Platform
 from atom.utils.forward_context import AttentionMetaData
@@ -20,6 +21,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class TritonAttention(AttentionBackend):
     name = "triton"
     supports_token_graph = True
+    fuses_rotation = True
 
     @classmethod
     def supports(cls, platform: Platform, spec: AttentionSpec) -> bool:
@@ -45,6 +47,36 @@ class TritonAttention(AttentionBackend):
         output: torch.Tensor,
     ) -> None:
         write_kv(k, v, keys, values, metadata.slot_mapping)
+        self._attend(q, k, v, keys, values, metadata, output)
+
+    def forward_projected(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetaData,
+        output: torch.Tensor,
+    ) -> None:
+        num_heads, num_kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        rotate_and_write(qkv, num_heads, cos, sin, weight, eps, keys, values, metadata.slot_mapping)
+        q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        self._attend(q, k, v, keys, values, metadata, output)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetaData,
+        output: torch.Tensor,
+    ) -> None:
+        """Attention of a step whose keys and values are stored, and finite in ``k`` and ``v`` too."""
         if metadata.num_prefill_seqs == 0 and metadata.max_seqlen_q == 1:
             decode_attention(
                 q,
@@ -57,17 +89,31 @@ class TritonAttention(AttentionBackend):
                 **self._options,
             )
             return
-        if metadata.backend_data is None:
-            metadata.backend_data = count_tiles(metadata.cu_seqlens_q)
         varlen_attention(
             q,
+            k,
+            v,
             keys,
             values,
             metadata.block_tables,
             metadata.table_rows,
             metadata.cu_seqlens_q,
             metadata.context_lens,
-            metadata.backend_data,
             output,
+            tiles=self._tiles(q, k, v, metadata),
             **self._options,
         )
+
+    def _tiles(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
+    ) -> torch.Tensor:
+        """The step's list of tiles, made by the group's first layer that has such tiles."""
+        spec = self.spec
+        tokens = layer_tile_shape(q, k, v).tokens(spec.group_size)
+        if metadata.backend_data is None:
+            metadata.backend_data = {}
+        if tokens not in metadata.backend_data:
+            metadata.backend_data[tokens] = plan_tiles(
+                metadata.cu_seqlens_q, metadata.context_lens, len(q), tokens
+            )
+        return metadata.backend_data[tokens]

@@ -1,0 +1,129 @@
+"""The GPU suite's definitions, bounds and table, and one run of it on a tiny model without a GPU."""
+
+import json
+
+import pytest
+
+from atom.benchmarks import gpu_suite
+from atom.benchmarks.gpu_roofline import H200, ModelShape
+from atom.benchmarks.gpu_workloads import (
+    FOLDER,
+    Figures,
+    Workload,
+    load_workloads,
+    read_model_config,
+    run_workload,
+)
+from tests.helpers.tiny_model import make_tiny_model
+
+DECODE = Workload("decode_b2", "decode", 4, 3, 2, 0.0, 1, 2, "all")
+
+
+class Recorder:
+    """An engine that answers at once and remembers what it was asked."""
+
+    def __init__(self, missing=0):
+        self.calls = []
+        self.missing = missing
+
+    def generate(self, prompts, output_len, temperature):
+        self.calls.append((prompts, output_len, temperature))
+        return [[7] * (output_len - self.missing) for _ in prompts]
+
+
+def config_of(model):
+    return read_model_config(FOLDER / "models" / model)
+
+
+@pytest.mark.parametrize(
+    "model, kind, batch, prompt, output, milliseconds",
+    [
+        # What the peers' own program prints for them.
+        ("qwen3-0.6b", "decode", 1, 128, 256, 0.275),
+        ("qwen3-0.6b", "decode", 32, 128, 256, 0.481),
+        ("qwen3-0.6b", "prefill", 16, 1024, 1, 21.7),
+        ("llama-3.1-8b", "prefill", 1, 8192, 1, 175.1),
+        ("llama-3.1-8b", "throughput", 256, 1024, 512, 11630),
+        ("qwen3-30b-a3b", "decode", 8, 128, 256, 5.869),
+        ("qwen3-30b-a3b", "throughput", 64, 1024, 512, 8290),
+    ],
+)
+def test_bounds_are_those_of_the_peers(model, kind, batch, prompt, output, milliseconds):
+    bound = ModelShape(config_of(model)).bound_s(kind, batch, prompt, output, H200)
+    assert bound * 1e3 == pytest.approx(milliseconds, rel=3e-3)
+
+
+def test_a_decode_step_is_the_difference_of_two_runs():
+    engine = Recorder()
+    figures = run_workload(engine, DECODE, 2048, seed=0)
+    assert [call[1] for call in engine.calls] == [3, 1] * 3
+    assert len(figures.samples_s) == len(figures.first_token_s) == 2
+    pairs = list(zip(figures.samples_s, figures.first_token_s, strict=True))
+    assert figures.value == pytest.approx(sum((a - b) / 2 for a, b in pairs) / 2 * 1e3)
+    prompts = [call[0] for call in engine.calls]
+    assert prompts[0] == prompts[1] != prompts[2]
+    assert all(10 <= token < 1048 for prompt in prompts[0] for token in prompt)
+
+
+def test_answers_of_another_length_are_no_result():
+    with pytest.raises(RuntimeError, match="wanted 2 answers of 3 tokens, got"):
+        run_workload(Recorder(missing=1), DECODE, 2048, seed=0)
+
+
+@pytest.mark.parametrize(
+    "milliseconds, reached", [(2.0, "behind vLLM"), (1.0, "vLLM"), (0.75, "first"), (0.4, "final")]
+)
+def test_the_table_says_how_far_a_figure_gets(milliseconds, reached):
+    figures = Figures("decode_b1", "decode", 128, 256, 1, 0.0, value=milliseconds, seconds=milliseconds / 1e3)
+    line = gpu_suite.row("qwen3-0.6b", config_of("qwen3-0.6b"), figures)
+    assert line.endswith(f"| {reached} |")
+    assert line.count("|") == gpu_suite.HEADER.splitlines()[0].count("|")
+    assert f"| {0.2754 / milliseconds:.0%} |" in line
+
+
+def test_every_workload_of_the_dense_models_has_a_peer():
+    spec, _ = load_workloads()
+    peers = gpu_suite.peer_figures()
+    for model in gpu_suite.DENSE_MODELS:
+        assert {w.id for w in spec.of_model(model)} == set(peers[model])
+
+
+def test_a_file_that_is_no_workload_file_is_named(tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text('{"seed": 0}')
+    with pytest.raises(ValueError, match="other.json is no workload file"):
+        load_workloads(path)
+
+
+def test_runs_a_model_and_keeps_results_as_they_come(tmp_path, capsys):
+    make_tiny_model(tmp_path / "tiny", "llama")
+    config = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config | {"vocab_size": 2048}))
+    names = (
+        "id",
+        "kind",
+        "prompt_len",
+        "output_len",
+        "concurrency",
+        "temperature",
+        "warmup",
+        "repeats",
+        "models",
+    )
+    rows = [
+        ("decode_b1", "decode", 8, 4, 1, 0.0, 0, 1, "all"),
+        ("tput_c64", "throughput", 8, 4, 3, 1.0, 0, 1, ["tiny"]),
+        ("too_long", "prefill", 4000, 1, 1, 0.0, 0, 1, "all"),
+        ("of_another", "prefill", 8, 1, 1, 0.0, 0, 1, ["other"]),
+    ]
+    spec = {"dtype": "float32", "max_model_len": 128, "seed": 0, "models": {"tiny": "tiny"}}
+    spec["workloads"] = [dict(zip(names, values, strict=True)) for values in rows]
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    out = tmp_path / "out.json"
+    command = ["--workloads", str(tmp_path / "spec.json"), "--device", "cpu", "--json", str(out)]
+    assert gpu_suite.main(command) == 1  # one failed
+    (entry,) = json.loads(out.read_text())["models"]
+    assert [result["id"] for result in entry["results"]] == ["decode_b1", "tput_c64", "too_long"]
+    assert entry["results"][0]["value"] > 0 and "4000" in entry["results"][2]["error"]
+    assert entry["engine"]["device"] == "cpu" and entry["engine"]["settings"]["load_dummy"] == "xavier"
+    assert capsys.readouterr().out.count("| tiny |") == 3

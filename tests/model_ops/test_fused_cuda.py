@@ -107,7 +107,12 @@ def test_steps_that_are_not_pure_decodes_are_left_alone(folders):
     assert not fused.takes(ForwardContext(context=Context()), 1), "outside of any step"
     runner = PagedRunner(model, block_size=16)
     name = next(iter(model.attention_layers()))
-    for num_prefill, lens, takes in ((1, [3], False), (0, [1, 1], True), (0, [2, 1], False), (0, [1] * 5, False)):
+    for num_prefill, lens, takes in (
+        (1, [3], False),
+        (0, [1, 1], True),
+        (0, [2, 1], False),
+        (0, [1] * 5, False),
+    ):
         chunks = [(str(i), [1] * n) for i, n in enumerate(lens)]
         for key, ids in chunks:
             runner._extend(key, len(ids))

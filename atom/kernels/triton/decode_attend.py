@@ -128,10 +128,10 @@ class DecodeAttention:
         }
         if parts is not None:
             num_parts, warps = parts
-            tile = min(128, 32 * warps * 32 // dim)
+            tile = min(128 if warps >= 16 else 64, 32 * warps * 32 // dim)
             kernels.columns[(layer.num_heads, num_parts, num_seqs)](
                 *arguments, **options,
-                PARTS=num_parts, TILE=tile, AHEAD=384 // tile if tile >= 64 else 4, LONG=LONG,
+                PARTS=num_parts, TILE=tile, AHEAD=max(2, 384 // tile) if tile >= 64 else 4, LONG=LONG,
                 num_warps=warps, num_stages=1,
             )  # fmt: skip
             return
@@ -149,6 +149,7 @@ def _group_pad(group: int) -> int:
 
 
 def _default_parts(layer: AttentionLayer) -> tuple[int, int]:
-    """Measured at batch 1: 16 heads of 128 took 4 parts of 16 warps, 32 of 64 two of 8, 32 of 128 four of 8."""
-    parts = 2 if layer.head_dim <= 64 else 4
-    return parts, (16 if layer.num_heads <= 16 and layer.head_dim >= 128 else 8)
+    """Parts and warps; measured with 16 and 32 heads of 128 and 32 of 64."""
+    if layer.head_dim <= 64:
+        return 2, 16
+    return 4, 16 if layer.num_heads <= 16 else 8

@@ -111,10 +111,7 @@ class Replays:
         for cache in forward._kv_caches.values():
             for tensor in (cache.k_cache, cache.v_cache):
                 tensor[: batch * columns + 1].normal_()
-        packed = forward._publisher.buffer
-        packed[:batch] = torch.arange(batch, dtype=torch.int32, device=packed.device)
-        packed[batch : 2 * batch] = 1
-        self.reset()
+        self.record()
 
     def reset(self) -> None:
         self.tables.computed[: self.batch] = PROMPT_TOKENS
@@ -124,7 +121,8 @@ class Replays:
         self.forward.req_graph.replay(self.bucket)
 
     def record(self) -> None:
-        """Record the bucket again, after something about the step has changed."""
+        """Record this bucket alone, as the step is now; recordings of others are dropped."""
+        self.forward.req_graph.clear()
         self.forward.rehearse(self.batch, self.batch, False)
         self.forward.run_rehearsed()
         self.torch.cuda.synchronize()
@@ -161,14 +159,15 @@ class Replays:
             return [fused.hidden[:n].clone(), fused.token_ids[:n].clone()]
 
         self.reset()
+        usual = [getattr(owner, name) for owner, name in zip(switched, names, strict=True)]
         for owner, name in zip(switched, names, strict=True):
             setattr(owner, name, False)
         self.record()
         fused.want_logits(True)
         self.run()
         plain = state()
-        for owner, name in zip(switched, names, strict=True):
-            setattr(owner, name, True)
+        for owner, name, value in zip(switched, names, usual, strict=True):
+            setattr(owner, name, value)
         self.record()
         same = alike = 0
         first = None

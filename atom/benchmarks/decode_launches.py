@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from atom.platforms import get_platform
+
 META = torch.device("meta")
 
 
@@ -100,7 +102,7 @@ def recording() -> Iterator[Recorder]:
 def compile_side_by_side(launches: list[Launch], num_processes: int | None = None) -> None:
     """Compile into Triton's disk cache from forked processes; call it before CUDA is initialised here."""
     began = time.monotonic()
-    count = num_processes or min(14, len(os.sched_getaffinity(0)))
+    count = num_processes or max(1, min(14, get_platform("cpu").default_num_threads))
     children = []
     for number in range(count):
         child = os.fork()

@@ -2,7 +2,7 @@
 
 A step is a chain of kernels, each launched while the one before it still runs (``launch_pdl``). Every kernel first
 loads what no kernel of the step writes (weights, keys of earlier steps), lets its successor start, then waits for
-its predecessor; what it computes is read and written behind that wait. See docs/performance.md.
+its predecessor; what it computes is read and written behind that wait.
 """
 
 import torch

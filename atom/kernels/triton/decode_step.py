@@ -19,8 +19,9 @@ def _prepare(
     positions,
     cu_seqlens,
     context_lens,
-    slots,  # [GROUPS, n]
+    slots,  # [GROUPS, n], rows slot_stride apart
     n,
+    slot_stride,
     trash_row,
     group_stride,
     table_stride,
@@ -50,7 +51,7 @@ def _prepare(
         slot = tl.load(entry, mask=mask, other=0).to(tl.int64) * PAGE + start % PAGE
         if IS_PADDED:
             slot = tl.where(is_live, slot, -1)
-        tl.store(slots + group * n + i, slot, mask=mask)
+        tl.store(slots + group * slot_stride + i, slot, mask=mask)
 
 
 def prepare_decode(
@@ -76,14 +77,15 @@ def prepare_decode(
         ``[groups, n]`` int64.
     """
     whole, device = torch.int64, packed.device
-    rows, input_ids, positions = torch.empty((3, n), dtype=whole, device=device)
-    slots = torch.empty((len(tables), n), dtype=whole, device=device)
+    even = n + n % 2  # every row begins at 16 bytes: kernels are compiled for that
+    rows, input_ids, positions = torch.empty((3, even), dtype=whole, device=device)[:, :n]
+    slots = torch.empty((len(tables), even), dtype=whole, device=device)[:, :n]
     cu_seqlens = torch.empty(n + 1, dtype=torch.int32, device=device)
     context_lens = torch.empty(n, dtype=torch.int32, device=device)
     block = min(128, triton.next_power_of_2(n))
     _prepare[(triton.cdiv(n, block),)](
         packed, computed, last_token, tables, rows, input_ids, positions, cu_seqlens, context_lens, slots,
-        n, trash_row, tables.stride(0), tables.stride(1),
+        n, slots.stride(0), trash_row, tables.stride(0), tables.stride(1),
         GROUPS=len(tables), PAGE=block_size, IS_PADDED=is_padded, BLOCK=block, num_warps=1,
     )  # fmt: skip
     return rows, input_ids, positions, cu_seqlens, context_lens, slots

@@ -29,10 +29,12 @@ from atom.model_loader.loader import load_dummy, load_weights
 from atom.model_loader.model_files import ModelFiles
 from atom.model_ops import sampler_cpu
 from atom.model_ops.attentions.backend import override_backend
+from atom.model_ops.dense_decoder import FusedDecoder, FusedResults
 from atom.model_ops.logprobs import prompt_logprobs
 from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_bans, to_batch_output
 from atom.models.registry import get_model_class, support_model_arch_dict
 from atom.platforms import get_platform
+from atom.utils import envs
 from atom.utils.debug_helper import install_block_forward_hooks, needs_eager
 from atom.utils.decorators import can_compile, compile_as_is
 from atom.utils.logging import init_logger
@@ -57,6 +59,7 @@ class StepHandle:
     result: ForwardResult
     plan: SamplingPlan
     logits: torch.Tensor | None = None  # [num sampling sequences, vocab], until sampled
+    chosen: FusedResults | None = None  # the forward pass chose the ids, and nothing else is asked for
     sampled: SampleResult | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
@@ -254,7 +257,28 @@ class ModelRunner(Worker):
         self.forward_vars = self._forward.buffers()
         size = sum(buffer.nbytes for buffer in self.forward_vars.values())
         logger.debug("step buffers on the device: %s (%s)", format_bytes(size), ", ".join(self.forward_vars))
+        self.model.fused = self._fused_decoder()
         self.set_vocab_size(self.hf_config.vocab_size)
+
+    def _fused_decoder(self) -> FusedDecoder | None:
+        """What runs decode steps in place of the modules; None where they run them, said in the log."""
+        if not self.platform.supports("triton") or self.hf_config.num_hidden_layers == 0:
+            return None
+        from atom.model_ops.fused_cuda import fused_cuda_decoder
+
+        reason = needs_eager() or (None if envs.ATOM_FUSED_DECODE else "ATOM_FUSED_DECODE is off")
+        if reason is None:
+            tables = self._forward.tables
+            decoder, reason = fused_cuda_decoder(
+                self.model.dense_decoder(),
+                self.platform,
+                max_tokens=self.config.max_num_seqs,
+                advance=(tables.computed, tables.last_token),
+            )
+        if reason is not None:
+            logger.info("decode steps run module by module: %s", reason)
+            return None
+        return decoder
 
     def _new_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Zeros, because a NaN in a slot that was never written would survive a masked product.
@@ -270,6 +294,8 @@ class ModelRunner(Worker):
         self._vocab_size = min(size, self.hf_config.vocab_size)
         ops = sampler_cpu if self.device.type == "cpu" else reference_sampling
         self._sampler = Sampler(self.config.max_num_seqs, self._vocab_size, self.device, ops)
+        if self.model.fused is not None:
+            self.model.fused.set_num_valid_ids(self._vocab_size)
 
     def scheduler_config(self) -> SchedulerConfig:
         is_cpu = self.platform.name == "cpu"
@@ -294,13 +320,20 @@ class ModelRunner(Worker):
 
     def run_model(self, batch: ScheduledBatch, plan: SamplingPlan) -> StepHandle:
         """The forward pass, eagerly or by a recorded graph as ``ForwardMode.decide`` says, and the logits of what
-        samples, outside of any graph.
+        samples, outside of any graph; a fused decode step has its logits or ids already.
         """
+        fused = self.model.fused if batch.num_prefill_seqs == 0 else None
+        if fused is not None:
+            fused.want_logits(_needs_logits(batch, plan))
         stop_timer = self._timer.start("gpu_forward_seconds")
         result = self._forward.run(batch)
         stop_timer()
         handle = StepHandle(batch, result, plan)
-        if plan.indices is None or plan.indices:
+        fused_results = None if fused is None else fused.results(result.hidden)
+        if fused_results is not None:
+            handle.logits = fused_results.logits
+            handle.chosen = fused_results if fused_results.logits is None else None
+        elif plan.indices is None or plan.indices:
             handle.logits = self.model.compute_logits(self._last_rows(batch, plan, result))
         return handle
 
@@ -335,6 +368,12 @@ class ModelRunner(Worker):
     def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
         rows, context_lens = handle.result.rows, handle.result.context_lens
         tables = self._forward.tables
+        if handle.chosen is not None:
+            chosen = handle.chosen
+            if not chosen.is_advanced:
+                tables.advance(rows, context_lens, rows, chosen.token_ids)
+            handle.sampled = SampleResult(chosen.token_ids, chosen.is_finite).to_host()
+            return
         if handle.logits is None:
             tables.advance(rows, context_lens, rows[:0], rows[:0])
             return
@@ -462,6 +501,13 @@ class ModelRunner(Worker):
             self._forward.clear_graphs()
         self._remaining, self.forward_vars = iter(()), {}
         self.model = self._forward = self._sampler = self._recorder = None
+
+
+def _needs_logits(batch: ScheduledBatch, plan: SamplingPlan) -> bool:
+    """Whether this decode step asks for more than the best id of each sequence."""
+    if plan.composition.needs or plan.logged_batch is not None:
+        return True
+    return any(seq.guide is not None for seq in batch.seqs)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

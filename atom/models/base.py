@@ -19,11 +19,12 @@ from atom.core import CacheGroupSpec, GroupKind
 from atom.kernels.registry import traceable_kernels
 from atom.model_ops.activation import get_act_and_mul
 from atom.model_ops.attention import Attention
-from atom.model_ops.dense_decoder import DenseDecoder
+from atom.model_ops.dense_decoder import DenseDecoder, FusedDecoder
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.linear import MergedColumnParallelLinear, RowParallelLinear
 from atom.model_ops.rotary_embedding import get_rope
 from atom.model_ops.weights import run_after_load
+from atom.utils.forward_context import get_forward_context
 
 if TYPE_CHECKING:
     from atom.model_loader.hf_config import HFConfig
@@ -71,6 +72,7 @@ class CausalLM(nn.Module):
         is_compiled = engine_config is not None and engine_config.compilation_level > 0
         with traceable_kernels(is_compiled):
             self.model = self.body_class(config)
+        self.fused: FusedDecoder | None = None  # runs the steps that it takes in place of ``model``
         self.is_tied = bool(config.get("tie_word_embeddings", False))
         self.lm_head = ParallelLMHead(
             config.vocab_size,
@@ -81,6 +83,8 @@ class CausalLM(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``input_ids``, ``positions`` ``[num_tokens]`` -> hidden states ``[num_tokens, hidden_size]``."""
+        if self.fused is not None and self.fused.takes(get_forward_context(), len(input_ids)):
+            return self.fused.forward(input_ids, positions)
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

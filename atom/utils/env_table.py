@@ -294,6 +294,11 @@ TABLE: tuple[EnvVar, ...] = (
              "Fuse SiLU, the gate product and quantisation."),
     ),
     *group(
+        "Fusion: decode of dense models",
+        flag("ATOM_FUSED_DECODE", True,
+             "Run decode steps as five launches a layer on CUDA; off runs the modules, to compare.", effective=True),
+    ),
+    *group(
         "Draft CUDAGraphs (all drafter flavors)",
         flag("ATOM_DRAFT_CUDAGRAPH", True,
              "Record each draft pass as a graph while it is warmed up."),

@@ -172,3 +172,22 @@ def test_sections_cover_the_buffer_without_what_nobody_reads():
     assert step.sections() == [(0, 1), (1, 2), (2, 3), (3, 6), (6, 8)]
     step = packer.pack(batch([sequence(0, [1, 2])], [2], [1], 0, [[]]))
     assert step.sections() == [(0, 1), (1, 2)]
+
+
+def test_one_launch_prepares_what_the_tensor_operations_derive():
+    tables, packer = fresh(2, gathers_tables=False)
+    tables.computed[:8] = torch.tensor([3, 0, 9, 14, 0, 7, 0, 1])
+    tables.last_token[:8] = torch.arange(100, 108)
+    for table in tables.block_tables:
+        table.copy_(torch.randint(1, 50, table.shape))
+    seqs = [sequence(row, list(range(20))) for row in (3, 0, 5)]
+    step = batch(seqs, [14, 3, 7], [1, 1, 1], 0, [[], []])
+    for running_bs in (3, 4):
+        packed = packer.pack(step, running_bs)
+        buffer = torch.from_numpy(packed.buffer)
+        running_tokens = running_bs if running_bs > 3 else None
+        derived = tables.derive(buffer, packed, 15, running_tokens)
+        launched = tables._prepare(buffer, running_bs, running_tokens is not None)
+        for ours, theirs in zip(launched.tensors(), derived.tensors(), strict=True):
+            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+        assert launched.has_table_rows and derived.has_table_rows

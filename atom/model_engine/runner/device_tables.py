@@ -67,10 +67,9 @@ class DeviceTables:
         self.trash_row = num_rows
         self.device = device
         self._gathers_tables = gathers_tables
-        self.block_tables = [
-            torch.zeros((num_rows + 1, max_blocks), dtype=torch.int32, device=device)
-            for _ in range(num_groups)
-        ]
+        self._prepares = device.type == "cuda" and not gathers_tables
+        self._tables = torch.zeros((num_groups, num_rows + 1, max_blocks), dtype=torch.int32, device=device)
+        self.block_tables = list(self._tables.unbind())
         self.computed = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
@@ -104,6 +103,8 @@ class DeviceTables:
             running_tokens: rows of the forward pass with padding; None: no padding.
         """
         n, num_tokens = step.running_bs, running_tokens or step.num_tokens
+        if self._prepares and not step.num_prefill_seqs and num_tokens == n:
+            return self._prepare(packed, n, running_tokens is not None)
         rows = packed[:n].long()
         query_lens = packed[n : 2 * n]
         starts = self.computed[rows]
@@ -142,6 +143,23 @@ class DeviceTables:
         return StepInputs(
             rows, input_ids, positions, cu_seqlens_q, context_lens, groups, not self._gathers_tables
         )
+
+    def _prepare(self, packed: torch.Tensor, n: int, is_padded: bool) -> StepInputs:
+        """What :meth:`derive` gives for a step of one token a sequence, in one launch."""
+        from atom.kernels.triton.decode_step import prepare_decode
+
+        rows, input_ids, positions, cu_seqlens, context_lens, slots = prepare_decode(
+            packed,
+            self.computed,
+            self.last_token,
+            self._tables,
+            n,
+            self.trash_row,
+            self.block_size,
+            is_padded,
+        )
+        groups = [GroupInputs(t, s) for t, s in zip(self.block_tables, slots, strict=True)]
+        return StepInputs(rows, input_ids, positions, cu_seqlens, context_lens, groups, True)
 
     def _input_ids(
         self, packed: torch.Tensor, step: PackedStep, rows: torch.Tensor, num_tokens: int

@@ -1,0 +1,188 @@
+"""Which kernels a fused decode step launches, found without a device, and compiling them side by side.
+
+Launches are recorded on meta tensors through the same code that serves, so that what is compiled is what runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from atom.platforms import get_platform
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """A dense model as far as a decode step's kernels go."""
+
+    name: str
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    has_qk_norm: bool
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int, bool, int]]:
+        """By name: rows of the weight, columns, whether a norm is before it, activation."""
+        heads, rows = self.num_heads * self.head_dim, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        hidden, inner = self.hidden_size, self.intermediate_size
+        return {
+            "qkv": (rows, hidden, True, 0),
+            "o": (hidden, heads, False, 0),
+            "gate_up": (2 * inner, hidden, True, 1),
+            "down": (hidden, inner, False, 0),
+        }
+
+
+SHAPES = (
+    DecodeShape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, True),
+    DecodeShape("llama-3.2-1b", 2048, 32, 8, 64, 8192, 128256, False),
+    DecodeShape("llama-3.1-8b", 4096, 32, 8, 128, 14336, 128256, False),
+)
+
+
+@dataclass
+class Launch:
+    """One kernel with its arguments by name and its launch options."""
+
+    label: str
+    kernel: Any
+    positional: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        names = self.kernel.arg_names
+        named = {k: v for k, v in self.options.items() if k in names}
+        return dict(zip(names, self.positional, strict=False)) | named
+
+    @property
+    def launch_options(self) -> dict[str, Any]:
+        return {k: v for k, v in self.options.items() if k not in self.kernel.arg_names}
+
+
+@dataclass
+class Recorder:
+    """Launches instead of running them, by what distinguishes compiled kernels; ``label`` names the next ones."""
+
+    label: str = ""
+    launches: dict[str, Launch] = field(default_factory=dict)
+
+    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        facts = [a.dtype if isinstance(a, torch.Tensor) else a for a in args]
+        key = f"{kernel.fn.__name__} {facts} {sorted(options.items(), key=str)}"
+        self.launches.setdefault(key, Launch(self.label, kernel, args, options))
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Inside, Triton launches nothing and a recorder keeps what it would have launched."""
+    from triton.runtime.jit import JITFunction
+
+    recorder, run = Recorder(), JITFunction.run
+    JITFunction.run = lambda self, *args, **options: recorder.run(self, *args, **options)
+    try:
+        yield recorder
+    finally:
+        JITFunction.run = run
+
+
+def compile_side_by_side(launches: list[Launch], num_processes: int | None = None) -> None:
+    """Compile into Triton's disk cache from forked processes; call it before CUDA is initialised here."""
+    began = time.monotonic()
+    count = num_processes or max(1, min(14, get_platform("cpu").default_num_threads))
+    children = []
+    for number in range(count):
+        child = os.fork()
+        if child == 0:
+            _compile_all(launches[number::count])
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    print(f"{len(launches)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _compile_all(launches: list[Launch]) -> None:
+    for launch in launches:
+        args = [a.dtype if isinstance(a, torch.Tensor) else a for a in launch.positional]
+        try:
+            launch.kernel.warmup(*args, grid=(1,), **launch.options)
+        except Exception as error:  # the run that needs it will say so again
+            print(f"{launch.label}: {type(error).__name__}: {str(error)[-300:]}", file=sys.stderr, flush=True)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def record_step(
+    recorder: Recorder,
+    shape: DecodeShape,
+    num_tokens: int,
+    *,
+    has_gluon: bool = True,
+    uses_pdl: bool = True,
+    cache_dtype: torch.dtype = torch.bfloat16,
+    parts: tuple[int, int] | None = None,
+) -> None:
+    """Let ``recorder`` see every launch of a step of ``num_tokens`` sequences."""
+    from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
+    from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
+    from atom.kernels.triton.decode_step import choose, embed, prepare_decode
+
+    n, hidden, dim = num_tokens, shape.hidden_size, shape.head_dim
+    where = f"{shape.name} M={n}"
+    long = {"dtype": torch.int64}
+    linear = DecodeLinear(META, has_gluon=has_gluon, uses_pdl=uses_pdl)
+    norm = empty(hidden)
+    for part, (rows, columns, has_norm, activation) in shape.linears.items():
+        layer = LinearArguments(empty(rows, columns), norm if has_norm else None, 1e-6, None, activation)
+        recorder.label = f"{where} {part} {linear.choice(layer.shape, n)}"
+        out = empty(n, layer.shape.N)
+        residual = None if has_norm else out
+        linear(empty(n, columns), layer, out, residual)
+        if part == "qkv":
+            linear(empty(n, columns), layer, out, residual, waits=False)
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    qk_norm = empty(heads + kv_heads, dim) if shape.has_qk_norm else None
+    attention = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=qk_norm, eps=1e-6)
+    attend = DecodeAttention(META, [attention], 64, uses_pdl, parts)
+    cache = empty(999, kv_heads, 16, dim, dtype=cache_dtype)
+    scale = empty(1, dtype=torch.float32)
+    angles = empty(n, 1, dim), empty(n, 1, dim)
+    lens, table = empty(n, dtype=torch.int32), empty(257, 577, dtype=torch.int32)
+    step = StepTables(table, empty(n, **long), lens, empty(n, **long), *angles)
+    recorder.label = f"{where} attention {cache_dtype}"
+    scales = None if cache_dtype is torch.bfloat16 else (scale, scale)
+    attend(empty(n, shape.linears["qkv"][0]), attention, cache, cache, step, empty(n, heads * dim), scales)
+    recorder.label = f"{where} head"
+    keys = empty(n, **long)
+    buffers = HeadBuffers(empty(n, hidden), empty(n, shape.vocab_size), keys, empty(2, dtype=torch.int32))
+    head_layer = LinearArguments(empty(shape.vocab_size, hidden), norm, 1e-6)
+    head(empty(n, hidden), head_layer, buffers, uses_pdl=uses_pdl)
+    recorder.label = f"{where} around"
+    rope = tuple(empty(*size, dtype=torch.float32) for size in ((1, dim), (1, dim), (1,)))
+    embed(keys, keys, head_layer.weight, rope, empty(n, hidden), *angles, keys)
+    moved = (keys, lens, empty(257, dtype=torch.int32), empty(257, **long))
+    choose(keys, keys, empty(n, dtype=torch.bool), moved, uses_pdl)
+    packed, tables = empty(999, dtype=torch.int32), empty(1, 257, 577, dtype=torch.int32)
+    prepare_decode(packed, lens, keys, tables, n, 256, 16, True)
+
+
+def launches_of(record: Callable[[Recorder], None]) -> list[Launch]:
+    with recording() as recorder:
+        record(recorder)
+    return list(recorder.launches.values())

@@ -1,0 +1,155 @@
+"""The launch of a decode step's attention, see ``decode_fused_attention``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from atom.kernels.triton import decode_fused_attention as kernels
+from atom.kernels.triton.decode_parts import pdl_options
+
+PROGRAMS = 528  # that splits aim at: four for each of 132 multiprocessors
+SPLITS = (16, 8, 4, 2)
+MAX_COLUMN_PROGRAMS = 264
+LONG = 1024  # keys beyond which few sequences split them instead of the value columns
+
+
+@dataclass(slots=True)
+class AttentionLayer:
+    """What does not change from step to step: ``qk_norm [heads + kv heads, head_dim]``, ``sinks [heads]`` and more."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rotary_dim: int
+    rope: int  # which of the step's rotations is this layer's
+    window: int | None = None
+    soft_cap: float | None = None
+    qk_norm: torch.Tensor | None = None
+    eps: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class StepTables:
+    """The sequences of a step; see ``AttentionMetaData``. cos and sin are ``[n, ropes, dim]``."""
+
+    block_tables: torch.Tensor
+    rows: torch.Tensor | None
+    context_lens: torch.Tensor
+    slots: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class DecodeAttention:
+    """Launches attention from packed projections, and keeps the room for partial results.
+
+    Args:
+        max_tokens: the most sequences of a step.
+        parts: programs of a query head where sequences are very few, and ``warps`` of each; None chooses.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        layers: list[AttentionLayer],
+        max_tokens: int,
+        uses_pdl: bool = False,
+        parts: tuple[int, int] | None = None,
+    ):
+        self.uses_pdl = uses_pdl
+        self._parts = parts
+        size, groups = 1, 1
+        for layer in layers:
+            group = layer.num_heads // layer.num_kv_heads
+            rows = max(PROGRAMS, layer.num_kv_heads * max_tokens) * _group_pad(group)
+            rows = max(rows, MAX_COLUMN_PROGRAMS)
+            size = max(size, rows * layer.head_dim)
+            groups = max(groups, layer.num_heads * max_tokens)
+        self._partial = torch.zeros(size, dtype=torch.float32, device=device)
+        self._stats = torch.zeros(2 * size // 16, dtype=torch.float32, device=device)
+        self._arrivals = torch.zeros(groups, dtype=torch.int32, device=device)
+
+    def column_parts(self, layer: AttentionLayer, num_seqs: int) -> tuple[int, int] | None:
+        """Programs of a query head and their warps, where keys are not to be split; None where they are."""
+        parts, warps = self._parts or _default_parts(layer)
+        return (parts, warps) if layer.num_heads * parts * num_seqs <= MAX_COLUMN_PROGRAMS else None
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        layer: AttentionLayer,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        step: StepTables,
+        out: torch.Tensor,
+        scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+        *,
+        splits: int | None = None,
+    ) -> None:
+        """Store this step's keys and values and write its attention.
+
+        Args:
+            qkv: ``[n, (heads + 2 kv heads) * head_dim]``, as the projection wrote it.
+            keys: ``[num_blocks, kv heads, block_size, head_dim]``, written at the slots; values alike.
+            out: ``[n, heads * head_dim]``; zeros for a sequence of context length 0.
+            scales: of the cache, key's and value's ``[1]`` fp32: what is stored is the value over its scale.
+            splits: programs that share the keys of a kv head, whatever the number of sequences; None chooses.
+        """
+        num_seqs = len(qkv)
+        parts = None if splits else self.column_parts(layer, num_seqs)
+        group = layer.num_heads // layer.num_kv_heads
+        dim, page = layer.head_dim, keys.shape[2]
+        arguments = (
+            qkv, keys, values, step.block_tables, step.rows, step.context_lens, step.slots, step.cos, step.sin,
+            layer.qk_norm, layer.sinks, *(scales or (None, None)), out, self._partial, self._stats,
+            self._arrivals, layer.scale, layer.soft_cap or 0.0, layer.eps, step.block_tables.stride(0), layer.rope,
+        )  # fmt: skip
+        options = {
+            "HAS_ROWS": step.rows is not None,
+            "HAS_NORM": layer.qk_norm is not None,
+            "HAS_SINKS": layer.sinks is not None,
+            "HAS_SOFT_CAP": layer.soft_cap is not None,
+            "HAS_SCALES": scales is not None,
+            "WINDOW": layer.window or 0,
+            "KV_HEADS": layer.num_kv_heads,
+            "GROUP": group,
+            "PAGE": page,
+            "DIM": dim,
+            "ROTARY": layer.rotary_dim,
+            "ROTARY_PAD": step.cos.shape[2],
+            "ROPES": step.cos.shape[1],
+            "PDL": self.uses_pdl,
+            **pdl_options(self.uses_pdl),
+        }
+        if parts is not None:
+            num_parts, warps = parts
+            tile = min(128 if warps >= 16 else 64, 32 * warps * 32 // dim)
+            kernels.columns[(layer.num_heads, num_parts, num_seqs)](
+                *arguments, **options,
+                PARTS=num_parts, TILE=tile, AHEAD=max(2, 384 // tile) if tile >= 64 else 4, LONG=LONG,
+                num_warps=warps, num_stages=1,
+            )  # fmt: skip
+            return
+        if splits is None:
+            splits = next((s for s in SPLITS if num_seqs * layer.num_kv_heads * s <= PROGRAMS), 1)
+        kernels.splits[(layer.num_kv_heads, num_seqs, splits)](
+            *arguments, **options,
+            GROUP_PAD=_group_pad(group), SPLITS=splits, TILE=64 if dim <= 128 else 32,
+            num_warps=2 if splits == 1 and dim <= 128 else 4, num_stages=3 if dim <= 128 else 2,
+        )  # fmt: skip
+
+
+def _group_pad(group: int) -> int:
+    return max(16, triton.next_power_of_2(group))
+
+
+def _default_parts(layer: AttentionLayer) -> tuple[int, int]:
+    """Parts and warps; measured with 16 and 32 heads of 128 and 32 of 64."""
+    if layer.head_dim <= 64:
+        return 2, 16
+    return 4, 16 if layer.num_heads <= 16 else 8

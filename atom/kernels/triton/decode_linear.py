@@ -1,0 +1,369 @@
+"""The linear layers of a decode step: which kernel and which blocks serve a shape, and the launch.
+
+``gemv`` entries serve one token, ``gemm`` entries up to 64. What is best was measured for the shapes of
+``MEASURED`` on an H200; other shapes follow rules drawn from them, and ``decode_table`` overrides both with what
+was measured on this machine. A choice depends on (N, K) and on one token, few or many, on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from atom.kernels.triton import decode_gemm, decode_gemv
+from atom.kernels.triton.decode_parts import pdl_options
+
+FEW = 16  # tokens up to which whole rows may be loaded before the wait
+MAX_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """``out [M, N] = residual + act(x [M, K] @ weight^T + bias)``; with an activation the weight has 2 N rows."""
+
+    N: int
+    K: int
+    activation: int = 0
+
+    @property
+    def weight_rows(self) -> int:
+        return 2 * self.N if self.activation else self.N
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A kernel's name and its block sizes, in the order of its builder."""
+
+    kernel: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Workspace:
+    """Partial sums of splits; ``arrivals`` is zero between launches."""
+
+    partial: torch.Tensor  # fp32
+    arrivals: torch.Tensor  # int32
+
+
+@dataclass(slots=True)
+class LinearArguments:
+    """One layer: its tensors, and what stands before and behind the product."""
+
+    weight: torch.Tensor
+    norm: torch.Tensor | None = None
+    eps: float = 0.0
+    bias: torch.Tensor | None = None
+    activation: int = 0
+
+    @property
+    def shape(self) -> LinearShape:
+        rows, columns = self.weight.shape
+        return LinearShape(rows // 2 if self.activation else rows, columns, self.activation)
+
+    def flags(self, residual: torch.Tensor | None, uses_pdl: bool) -> dict[str, Any]:
+        return {
+            "HAS_NORM": self.norm is not None,
+            "HAS_BIAS": self.bias is not None,
+            "HAS_RESIDUAL": residual is not None,
+            "ACTIVATION": self.activation,
+            "PDL": uses_pdl,
+        }
+
+
+# (N, K, has an activation) -> for one token, for few, for many.
+MEASURED: dict[tuple[int, int, bool], tuple[Choice, Choice, Choice]] = {
+    (4096, 1024, False): (
+        Choice("gluon", (4, 4)), Choice("rows", (16, 4)), Choice("loop", (64, 128, 2, 5, 0)),
+    ),
+    (1024, 2048, False): (
+        Choice("gluon", (2, 4)), Choice("rows", (16, 8)), Choice("loop", (64, 64, 8, 5, 0)),
+    ),
+    (3072, 1024, True): (
+        Choice("gluon", (2, 8)), Choice("loop", (64, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
+    ),
+    (1024, 3072, False): (
+        Choice("gluon", (1, 8)), Choice("rows", (8, 8)), Choice("loop", (64, 128, 8, 4, 0)),
+    ),
+    (6144, 4096, False): (
+        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
+    ),
+    (4096, 4096, False): (
+        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 2, 6, 0)), Choice("loop", (64, 128, 2, 6, 0)),
+    ),
+    (14336, 4096, True): (
+        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 4, 0)), Choice("loop", (64, 128, 1, 4, 0)),
+    ),
+    (4096, 14336, False): (
+        Choice("gemv", (2, 4)), Choice("loop", (64, 128, 2, 6, 0)), Choice("loop", (64, 128, 2, 6, 0)),
+    ),
+}  # fmt: skip
+
+
+def power_of_two_divisor(n: int, limit: int) -> int:
+    """The largest power of two that divides ``n``, at most ``limit`` (a power of two)."""
+    return min(n & -n, limit)
+
+
+def default_choice(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Choice:
+    """The blocks for a shape, measured or by rule."""
+    index = 0 if num_tokens == 1 else 1 if num_tokens <= FEW else 2
+    measured = MEASURED.get((shape.N, shape.K, shape.activation > 0))
+    if measured is not None and (has_gluon or measured[index].kernel != "gluon"):
+        return measured[index]
+    if index == 0:
+        if has_gluon and shape.K < 2048 and fits_gluon(shape, 2, 4):
+            return Choice("gluon", (2, 4))
+        return Choice("gemv", (_gemv_rows(shape.K), 4))
+    if index == 1 and shape.weight_rows * shape.K <= 1 << 22 and fits_rows(shape, 16, 4):
+        return Choice("rows", (16, 4))
+    return Choice("loop", _loop_blocks(shape))
+
+
+def _gemv_rows(columns: int) -> int:
+    if columns > 4096:
+        return 2
+    return 4 if columns >= 2048 else 8 if columns >= 1024 else 16
+
+
+def _loop_blocks(shape: LinearShape) -> tuple[int, int, int, int, int]:
+    programs = triton.cdiv(shape.weight_rows, 64)
+    for split in (1, 2, 4, 8):
+        width = power_of_two_divisor(shape.K // split, 128) if shape.K % split == 0 else 0
+        if width >= 64 and programs * split >= 96:
+            return 64, width, split, 5, 0
+    return 64, power_of_two_divisor(shape.K, 128), 1, 5, 0
+
+
+def fits_gluon(shape: LinearShape, rows_a_warp: int, warps: int) -> bool:
+    """Whether rows divide evenly and a thread can hold them; columns go in chunks of 256 at least."""
+    held = rows_a_warp * shape.K * (2 if shape.activation else 1) // 32
+    return shape.N % (rows_a_warp * warps) == 0 and shape.K % 256 == 0 and held <= 256
+
+
+def fits_rows(shape: LinearShape, rows: int, warps: int) -> bool:
+    """Whether the whole-rows kernel for few tokens can hold its rows in registers."""
+    chunk = _chunk(shape.K)
+    return chunk // warps >= 16 and rows * shape.K // (32 * warps) <= 128 and rows % 8 == 0
+
+
+def _chunk(columns: int) -> int:
+    return (
+        power_of_two_divisor(columns, 4096)
+        if columns & (columns - 1) == 0
+        else power_of_two_divisor(columns, 1024)
+    )
+
+
+def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator[Choice]:
+    """What is worth measuring for a shape."""
+    if num_tokens == 1:
+        for rows in (1, 2, 4, 8, 16):
+            for warps in (2, 4, 8):
+                held = rows * shape.K // (32 * warps)
+                if 24 <= held <= 128 and not (shape.activation and rows < 2):
+                    yield Choice("gemv", (rows, warps))
+        if has_gluon:
+            for rows in (1, 2, 4):
+                for warps in (2, 4, 8):
+                    if fits_gluon(shape, rows, warps):
+                        yield Choice("gluon", (rows, warps))
+        return
+    if num_tokens <= FEW:
+        for rows in (8, 16, 32):
+            for warps in (4, 8):
+                if fits_rows(shape, rows, warps) and shape.weight_rows // rows >= 64:
+                    yield Choice("rows", (rows, warps))
+    for tall in (64, 128):
+        for width in (64, 128, 256):
+            for split in (1, 2, 4, 8):
+                programs = triton.cdiv(shape.weight_rows, tall) * split
+                if shape.K % (split * width) or not 64 <= programs <= 1056 or shape.K // split // width < 2:
+                    continue
+                for ahead in (0, min(256, shape.K // split)):
+                    yield Choice("loop", (tall, width, split, 5, ahead))
+
+
+class DecodeLinear:
+    """Launches linear layers of a decode step, each with the blocks chosen for its shape.
+
+    Args:
+        device: where the tensors are.
+        has_gluon: whether kernels for sm_90 run there.
+        uses_pdl: launch each kernel while the one before it ends.
+        table: choices of this machine by ``(shape, class of tokens)``, see ``decode_table``.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        has_gluon: bool = False,
+        uses_pdl: bool = False,
+        table: dict[tuple[LinearShape, int], Choice] | None = None,
+    ):
+        self.has_gluon = has_gluon
+        self.uses_pdl = uses_pdl
+        self._table = table or {}
+        self._workspace = Workspace(
+            torch.zeros(0, dtype=torch.float32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+
+    def choice(self, shape: LinearShape, num_tokens: int) -> Choice:
+        return self._table.get((shape, token_class(num_tokens))) or default_choice(
+            shape, num_tokens, self.has_gluon
+        )
+
+    def reserve(self, shapes: list[LinearShape], max_tokens: int = MAX_TOKENS) -> None:
+        """Make room for the partial sums of every shape; before anything is recorded."""
+        size, tiles = 0, 1
+        for shape in shapes:
+            for num_tokens in (FEW, max_tokens):
+                choice = self.choice(shape, num_tokens)
+                if choice.kernel == "loop":
+                    tall, _, split = choice.blocks[:3]
+                    num_tiles = triton.cdiv(shape.weight_rows, tall)
+                    if split > 1:
+                        size = max(size, num_tiles * split * (tall + 1) * _padded(num_tokens))
+                        tiles = max(tiles, num_tiles)
+        space = self._workspace
+        if size > len(space.partial):
+            space.partial = space.partial.new_zeros(size)
+        if tiles > len(space.arrivals):
+            space.arrivals = space.arrivals.new_zeros(tiles)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        layer: LinearArguments,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        choice: Choice | None = None,
+        waits: bool = True,
+    ) -> None:
+        """``out = residual + act(norm(x) @ weight^T + bias)``.
+
+        Args:
+            x: ``[M, K]``, M up to ``MAX_TOKENS``; all tensors contiguous.
+            out: ``[M, N]``; may be ``residual``.
+            choice: overrides the table.
+            waits: False launches this one kernel without dependence: what the kernels before it wrote is then
+                complete for it and for all that follow.
+        """
+        num_tokens = len(x)
+        shape = layer.shape
+        choice = choice or self.choice(shape, num_tokens)
+        launch = _LAUNCHES[choice.kernel]
+        launch(self._workspace, x, layer, out, residual, choice.blocks, shape, self.uses_pdl and waits)
+
+
+def token_class(num_tokens: int) -> int:
+    """1, ``FEW`` or ``MAX_TOKENS``: what choices are kept by."""
+    return 1 if num_tokens == 1 else FEW if num_tokens <= FEW else MAX_TOKENS
+
+
+def _padded(num_tokens: int) -> int:
+    return max(16, triton.next_power_of_2(num_tokens))
+
+
+def _launch_gemv(workspace, x, layer, out, residual, blocks, shape, uses_pdl) -> None:
+    rows, warps = blocks
+    if shape.activation:
+        rows = max(rows, 2)
+    per_program = rows // 2 if shape.activation else rows
+    decode_gemv.gemv[(triton.cdiv(shape.N, per_program),)](
+        x, layer.norm, layer.weight, layer.bias, residual, out, layer.eps, shape.N,
+        K=shape.K, ROWS=rows, BK=power_of_two_divisor(shape.K, 4096), **layer.flags(residual, uses_pdl),
+        num_warps=warps, **pdl_options(uses_pdl),
+    )  # fmt: skip
+
+
+def _launch_gluon(workspace, x, layer, out, residual, blocks, shape, uses_pdl) -> None:
+    from atom.kernels.triton import decode_gemv_gluon
+
+    rows, warps = blocks
+    decode_gemv_gluon.gemv_rows[(shape.N // (rows * warps),)](
+        x, layer.norm, layer.weight, layer.bias, residual, out, layer.eps, shape.N,
+        K=shape.K, RPW=rows, BK=power_of_two_divisor(shape.K, 1024), NW=warps, **layer.flags(residual, uses_pdl),
+        num_warps=warps, **pdl_options(uses_pdl),
+    )  # fmt: skip
+
+
+def _launch_loop(workspace, x, layer, out, residual, blocks, shape, uses_pdl) -> None:
+    tall, width, split, stages, ahead = blocks
+    wide = _padded(len(x))
+    stages = min(stages, shape.K // split // width + 1, 200_000 // (width * (tall + wide) * x.element_size()))
+    decode_gemm.gemm_loop[(triton.cdiv(shape.weight_rows, tall), split)](
+        x, layer.norm, layer.weight, layer.bias, residual, out, workspace.partial, workspace.arrivals,
+        layer.eps, len(x), shape.N,
+        K=shape.K, BN=tall, BM=wide, BK=width, SPLIT=split, AHEAD=ahead, **layer.flags(residual, uses_pdl),
+        num_warps=4, num_stages=max(1, stages), **pdl_options(uses_pdl),
+    )  # fmt: skip
+
+
+def _launch_rows(workspace, x, layer, out, residual, blocks, shape, uses_pdl) -> None:
+    rows, warps = blocks
+    decode_gemm.gemm_rows[(triton.cdiv(shape.weight_rows, rows),)](
+        x, layer.norm, layer.weight, layer.bias, residual, out, layer.eps, len(x), shape.N,
+        K=shape.K, CHUNK=_chunk(shape.K), BN=rows, BM=_padded(len(x)), SLICES=warps,
+        **layer.flags(residual, uses_pdl), num_warps=warps, **pdl_options(uses_pdl),
+    )  # fmt: skip
+
+
+_LAUNCHES = {"gemv": _launch_gemv, "gluon": _launch_gluon, "loop": _launch_loop, "rows": _launch_rows}
+
+
+@dataclass(slots=True)
+class HeadBuffers:
+    """What the head writes: ``hidden [n, K]``, ``logits [n, N]``, ``keys [n]`` int64; ``flags [2]`` int32 it reads."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    keys: torch.Tensor
+    flags: torch.Tensor
+
+
+def head(
+    x: torch.Tensor,
+    layer: LinearArguments,
+    buffers: HeadBuffers,
+    num_programs: int = 0,
+    uses_pdl: bool = False,
+) -> None:
+    """Logits of ``x [M, K]`` behind the final norm, and for each token the key of the best one.
+
+    Keys are raised, so they must lie below all others before. Logits are written where ``flags[0]`` is not 0; ids
+    from ``flags[1]`` on are never chosen.
+
+    Args:
+        layer: the head's weight and the final norm.
+        num_programs: of the kernel for one token; 0 chooses.
+    """
+    num_tokens, columns = x.shape
+    num_rows = len(layer.weight)
+    options = {"PDL": uses_pdl, **pdl_options(uses_pdl)}
+    if num_tokens == 1:
+        rows, programs, warps = (2, 2112, 2) if columns <= 1024 else (2, 1056, 4)
+        if columns > 2048:
+            rows, programs, warps = (4 if columns <= 4096 else 2), 264, 8
+        decode_gemv.head_gemv[(min(num_programs or programs, triton.cdiv(num_rows, rows)),)](
+            x, layer.norm, layer.weight, buffers.hidden, buffers.logits, buffers.keys, buffers.flags,
+            layer.eps, num_rows,
+            K=columns, ROWS=rows, BK=power_of_two_divisor(columns, 4096), num_warps=warps, **options,
+        )  # fmt: skip
+        return
+    from atom.kernels.triton.decode_step import final_norm
+
+    final_norm(x, layer.norm, buffers.hidden, layer.eps, uses_pdl)
+    tall, wide, width = 64, _padded(num_tokens), power_of_two_divisor(columns, 128)
+    stages = min(5, columns // width + 1, 100_000 // (width * (tall + wide) * x.element_size()))
+    decode_gemm.head_gemm[(triton.cdiv(num_rows, tall),)](
+        buffers.hidden, layer.weight, buffers.logits, buffers.keys, buffers.flags, num_tokens, num_rows,
+        K=columns, BN=tall, BM=wide, BK=width, AHEAD=0, num_warps=4, num_stages=max(1, stages), **options,
+    )  # fmt: skip

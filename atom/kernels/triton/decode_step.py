@@ -1,0 +1,241 @@
+"""What stands around the layers of a decode step: its inputs, the embedding, the final norm, the chosen ids."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from atom.kernels.triton.decode_parts import LOWEST, pdl_options
+
+
+@triton.jit
+def _prepare(
+    packed,  # rows [n], then query lengths [n]
+    computed,
+    last_token,
+    tables,  # [GROUPS, rows, columns]
+    rows,
+    input_ids,
+    positions,
+    cu_seqlens,
+    context_lens,
+    slots,  # [GROUPS, n], rows slot_stride apart
+    n,
+    slot_stride,
+    trash_row,
+    group_stride,
+    table_stride,
+    GROUPS: tl.constexpr,
+    PAGE: tl.constexpr,
+    IS_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    row = tl.load(packed + i, mask=mask, other=trash_row).to(tl.int64)
+    start = tl.load(computed + row, mask=mask, other=0)
+    is_live = row != trash_row
+    if IS_PADDED:
+        start = tl.where(is_live, start, 0)
+    tl.store(rows + i, row, mask=mask)
+    tl.store(input_ids + i, tl.load(last_token + row, mask=mask, other=0), mask=mask)
+    tl.store(positions + i, start.to(tl.int64), mask=mask)
+    length = start + tl.load(packed + n + i, mask=mask, other=0)
+    if IS_PADDED:
+        length = tl.where(is_live, length, 0)
+    tl.store(context_lens + i, length, mask=mask)
+    tl.store(cu_seqlens + i, i, mask=mask)
+    tl.store(cu_seqlens + n, n)
+    for group in tl.static_range(GROUPS):
+        entry = tables + group * group_stride + row * table_stride + start // PAGE
+        slot = tl.load(entry, mask=mask, other=0).to(tl.int64) * PAGE + start % PAGE
+        if IS_PADDED:
+            slot = tl.where(is_live, slot, -1)
+        tl.store(slots + group * slot_stride + i, slot, mask=mask)
+
+
+def prepare_decode(
+    packed: torch.Tensor,
+    computed: torch.Tensor,
+    last_token: torch.Tensor,
+    tables: torch.Tensor,
+    n: int,
+    trash_row: int,
+    block_size: int,
+    is_padded: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Inputs of a step that decodes one token of each of ``n`` sequences, in one launch.
+
+    Args:
+        packed: the step's buffer: rows ``[n]``, then query lengths ``[n]``, int32.
+        computed: ``[R + 1]`` int32; last_token ``[R + 1]`` int64.
+        tables: ``[groups, R + 1, columns]`` int32.
+        is_padded: sequences of ``trash_row`` get length and position 0 and slot -1.
+
+    Returns:
+        rows, input ids, positions ``[n]`` int64, cu_seqlens ``[n + 1]``, context_lens ``[n]`` int32, slots
+        ``[groups, n]`` int64.
+    """
+    whole, device = torch.int64, packed.device
+    even = n + n % 2  # every row begins at 16 bytes: kernels are compiled for that
+    rows, input_ids, positions = torch.empty((3, even), dtype=whole, device=device)[:, :n]
+    slots = torch.empty((len(tables), even), dtype=whole, device=device)[:, :n]
+    cu_seqlens = torch.empty(n + 1, dtype=torch.int32, device=device)
+    context_lens = torch.empty(n, dtype=torch.int32, device=device)
+    block = min(128, triton.next_power_of_2(n))
+    _prepare[(triton.cdiv(n, block),)](
+        packed, computed, last_token, tables, rows, input_ids, positions, cu_seqlens, context_lens, slots,
+        n, slots.stride(0), trash_row, tables.stride(0), tables.stride(1),
+        GROUPS=len(tables), PAGE=block_size, IS_PADDED=is_padded, BLOCK=block, num_warps=1,
+    )  # fmt: skip
+    return rows, input_ids, positions, cu_seqlens, context_lens, slots
+
+
+@triton.jit
+def _embed(
+    input_ids,
+    positions,
+    table,
+    inv_freq,  # [ROPES, DIM] fp32
+    sign,  # [ROPES, DIM] fp32: the factor of sin
+    factor,  # [ROPES] fp32: the factor of cos
+    x,
+    cos,  # [tokens, ROPES, DIM]
+    sin,
+    keys,
+    scale,
+    num_rows,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROPES: tl.constexpr,
+    DIM: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    index = tl.load(input_ids + token)
+    index = tl.minimum(tl.maximum(index, 0), num_rows - 1)
+    for start in tl.static_range(0, H, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(table + index * H + column, mask=column < H, other=0.0)
+        if IS_SCALED:
+            value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
+        tl.store(x + token * H + column, value, mask=column < H)
+    position = tl.load(positions + token).to(tl.float32)
+    channel = tl.arange(0, DIM)
+    for rope in tl.static_range(ROPES):
+        angle = position * tl.load(inv_freq + rope * DIM + channel)
+        place = (token * ROPES + rope) * DIM + channel
+        # Rounded to the model's dtype, as its own rotation is.
+        tl.store(cos + place, (tl.cos(angle) * tl.load(factor + rope)).to(cos.dtype.element_ty))
+        tl.store(sin + place, (tl.sin(angle) * tl.load(sign + rope * DIM + channel)).to(sin.dtype.element_ty))
+    tl.store(keys + token, LOWEST)
+
+
+def embed(
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float = 1.0,
+) -> None:
+    """Embedding rows, the rotations of the step's positions, and keys below all others.
+
+    Launched without dependence, as is the kernel behind it: the ones after that may then read what this one
+    writes before they wait.
+
+    Args:
+        input_ids: ``[n]`` int64; positions alike.
+        table: ``[vocab, hidden_size]``.
+        rope: inverse frequencies and factors of sin, each ``[ropes, dim]`` fp32, factors of cos ``[ropes]``;
+            ``dim`` a power of two.
+        x: ``[n, hidden_size]``, written; cos, sin ``[n, ropes, dim]``, keys ``[n]`` int64 alike.
+    """
+    inv_freq, sign, factor = rope
+    hidden_size = table.shape[1]
+    block = min(1024, triton.next_power_of_2(hidden_size))
+    _embed[(len(input_ids),)](
+        input_ids, positions, table, inv_freq, sign, factor, x, cos, sin, keys, scale, len(table),
+        H=hidden_size, BLOCK=block, ROPES=len(factor), DIM=inv_freq.shape[1], IS_SCALED=scale != 1.0, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _final_norm(x, norm, out, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    factor = tl.load(norm + column, mask=column < H, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(x + token * H + column, mask=column < H, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / H + eps)
+    tl.store(out + token * H + column, (value * scale * factor).to(out.dtype.element_ty), mask=column < H)
+
+
+def final_norm(
+    x: torch.Tensor, norm: torch.Tensor, out: torch.Tensor, eps: float, uses_pdl: bool = False
+) -> None:
+    """``out = rms_norm(x) * norm``, each ``[n, hidden_size]``."""
+    hidden_size = x.shape[1]
+    _final_norm[(len(x),)](
+        x, norm, out, eps, H=hidden_size, BLOCK=triton.next_power_of_2(hidden_size), PDL=uses_pdl, num_warps=4,
+        **pdl_options(uses_pdl),
+    )  # fmt: skip
+
+
+@triton.jit
+def _choose(
+    keys,
+    rows,
+    context_lens,
+    computed,
+    last_token,
+    token_ids,
+    is_finite,
+    n,
+    ADVANCES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    mask = i < n
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    key = tl.load(keys + i, mask=mask, other=0)
+    token = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+    bits = (key >> 32).to(tl.int32)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    tl.store(token_ids + i, token, mask=mask)
+    tl.store(is_finite + i, (bits & 0x7F800000) != 0x7F800000, mask=mask)
+    if ADVANCES:
+        row = tl.load(rows + i, mask=mask, other=0)
+        tl.store(computed + row, tl.load(context_lens + i, mask=mask, other=0), mask=mask)
+        tl.store(last_token + row, token, mask=mask)
+
+
+def choose(
+    keys: torch.Tensor,
+    token_ids: torch.Tensor,
+    is_finite: torch.Tensor,
+    advance: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    uses_pdl: bool = False,
+) -> None:
+    """The ids that keys stand for, and what the tables then say.
+
+    Args:
+        keys: ``[n]`` int64 of the head.
+        token_ids: ``[n]`` int64, written; is_finite ``[n]`` bool, whether the best logit is.
+        advance: rows ``[n]`` int64 and context lengths ``[n]`` int32 of the step; ``computed`` int32 and
+            ``last_token`` int64 of the device tables, which take over the lengths and ids at those rows.
+    """
+    n = len(keys)
+    _choose[(1,)](
+        keys, *(advance or (None, None, None, None))[:4], token_ids, is_finite, n,
+        ADVANCES=advance is not None, BLOCK=triton.next_power_of_2(n), PDL=uses_pdl, num_warps=1,
+        **pdl_options(uses_pdl),
+    )  # fmt: skip

@@ -1,0 +1,270 @@
+"""Decode steps of dense models as five launches a layer, on devices that run Triton.
+
+    RMSNorm + QKV | q/k norm, rotation, cache write, attention | output + residual
+    RMSNorm + gate/up + activation | down + residual
+
+around them the embedding with the step's rotations, and the head with its arg-max. Each launch but the first two
+starts while the one before it ends (dependent launch); the kernels keep the order of reads that this asks for.
+Everything lies at fixed addresses and no launch depends on host data, so a recorded graph can hold a step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
+from atom.kernels.triton.decode_linear import (
+    MAX_TOKENS,
+    DecodeLinear,
+    HeadBuffers,
+    LinearArguments,
+    head,
+)
+from atom.kernels.triton.decode_parts import ACTIVATIONS, compact
+from atom.kernels.triton.decode_step import choose, embed
+from atom.kernels.triton.decode_table import load_table
+from atom.model_ops.dense_decoder import DenseDecoder, DenseLayer, FusedDecoder, FusedResults
+from atom.model_ops.layernorm import RMSNorm
+from atom.model_ops.linear import LinearBase
+from atom.model_ops.rotary_embedding import RotaryEmbedding
+from atom.platforms import Platform
+from atom.utils.forward_context import ForwardContext, get_forward_context
+
+Advance = tuple[torch.Tensor, torch.Tensor]  # of the device tables: computed, last_token
+
+
+def why_not(decoder: DenseDecoder | None, platform: Platform) -> str | None:
+    """Why this model's decode steps run through its modules on ``platform``; None where they can be fused."""
+    if decoder is None:
+        return "its layers are not dense"
+    head_, first = decoder.head, decoder.layers[0]
+    if head_.tp.world_size > 1:
+        return "it is split over several ranks"
+    is_plain = isinstance(head_.packed, torch.Tensor) and head_.packed.dim() == 2
+    if not is_plain or head_.is_int8 or head_.bias is not None or decoder.logits_soft_cap is not None:
+        return "its head has packed weights, a bias or a soft cap"
+    if first.attention.backend.spec.dtype is not torch.bfloat16 and platform.name != "cpu":
+        return f"its dtype is {first.attention.backend.spec.dtype}, not bfloat16"
+    hidden_size = decoder.embedding.weight.shape[1]
+    for layer in decoder.layers:
+        attention = layer.attention
+        if layer.post_attention_norm is not None or layer.post_mlp_norm is not None:
+            return "it has norms behind attention or MLP"
+        if layer.activation not in ACTIVATIONS:
+            return f"activation {layer.activation} has no fused form"
+        dim = attention.head_dim
+        if dim & (dim - 1) or not 16 <= dim <= 256:
+            return f"head_dim {dim} is no power of two from 16 to 256"
+        if layer.output.bias is not None and layer.output.bias.dtype is not layer.output.weight.dtype:
+            return "a bias has another dtype than its weight"
+        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            weight = _weight(linear)
+            if weight is None:
+                return "a weight is packed for another kernel"
+            if weight.shape[1] % 16:
+                return f"a layer has {weight.shape[1]} input features, no multiple of 16"
+    return None if hidden_size % 16 == 0 else f"hidden_size {hidden_size} is no multiple of 16"
+
+
+def fused_cuda_decoder(
+    decoder: DenseDecoder | None, platform: Platform, *, max_tokens: int, advance: Advance | None = None
+) -> tuple[FusedCudaDecoder | None, str | None]:
+    """The fused decoder of a loaded model with what ``platform`` allows, or None and the reason."""
+    reason = why_not(decoder, platform)
+    if reason is not None:
+        return None, reason
+    architecture = platform.describe().get("architecture", "")
+    is_hopper = platform.name == "cuda" and architecture == "sm_90"
+    fused = FusedCudaDecoder(
+        decoder,
+        max_tokens=max_tokens,
+        has_gluon=is_hopper,
+        uses_pdl=is_hopper,
+        architecture=architecture,
+        advance=advance,
+    )
+    return fused, None
+
+
+def _weight(linear: LinearBase) -> torch.Tensor | None:
+    """The plain weight ``[N, K]`` of a layer, where it has one."""
+    packed = linear.packed if linear.weight is None else linear.weight
+    is_plain = isinstance(packed, torch.Tensor) and packed.dim() == 2 and packed.is_contiguous()
+    return packed.detach() if is_plain and packed.is_floating_point() else None
+
+
+def _linear(
+    linear: LinearBase, dtype: torch.dtype, norm: RMSNorm | None = None, activation: int = 0
+) -> LinearArguments:
+    return LinearArguments(
+        _weight(linear),
+        None if norm is None else compact(norm.weight.detach(), dtype),
+        0.0 if norm is None else norm.eps,
+        None if linear.bias is None else linear.bias.detach(),
+        activation,
+    )
+
+
+class _Layer:
+    """One layer's launches: tensors and constants."""
+
+    def __init__(self, layer: DenseLayer, ropes: list[RotaryEmbedding], dtype: torch.dtype):
+        attention, spec = layer.attention, layer.attention.backend.spec
+        self.name = attention.layer_name
+        self.qkv = _linear(layer.qkv, dtype, layer.input_norm)
+        self.output = _linear(layer.output, dtype)
+        self.gate_up = _linear(layer.gate_up, dtype, layer.mlp_norm, ACTIVATIONS[layer.activation])
+        self.down = _linear(layer.down, dtype)
+        norm = layer.qk_norm
+        sinks = attention.backend.sinks
+        self.attention = AttentionLayer(
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+            spec.scale,
+            len(layer.rope.inv_freq),
+            ropes.index(layer.rope),
+            attention.sliding_window,
+            spec.soft_cap,
+            None if norm is None else compact(norm.weight.detach(), dtype),
+            0.0 if norm is None else norm.eps,
+            None if sinks is None else sinks.detach(),
+        )
+
+
+class FusedCudaDecoder(FusedDecoder):
+    """Runs steps that decode one token of each of up to ``max_tokens`` sequences.
+
+    Build it once the weights are loaded. ``hidden``, ``logits``, ``token_ids`` and ``is_finite`` hold the last
+    step's results.
+
+    Args:
+        decoder: what ``why_not`` has nothing against.
+        has_gluon: whether kernels for sm_90 run there; ``uses_pdl`` alike, dependent launch.
+        architecture: under which name blocks measured on this machine are kept; empty: use none.
+        advance: ``computed`` and ``last_token`` of the device tables, which a step then moves on itself.
+    """
+
+    def __init__(
+        self,
+        decoder: DenseDecoder,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        has_gluon: bool = False,
+        uses_pdl: bool = False,
+        architecture: str = "",
+        advance: Advance | None = None,
+    ):
+        self.max_tokens = max_tokens = min(max_tokens, MAX_TOKENS)
+        self._uses_pdl = uses_pdl
+        self._table = decoder.embedding.weight.detach()
+        self._embed_scale = decoder.embed_scale
+        device, dtype = self._table.device, self._table.dtype
+        ropes = list(dict.fromkeys(layer.rope for layer in decoder.layers))
+        self._ropes = _rope_tables(ropes)
+        self._layers = [_Layer(layer, ropes, dtype) for layer in decoder.layers]
+        weight = decoder.head.packed
+        norm = decoder.final_norm
+        self._head = LinearArguments(weight.detach(), compact(norm.weight.detach(), dtype), norm.eps)
+        table = load_table(architecture) if architecture else {}
+        self._linear = DecodeLinear(device, has_gluon=has_gluon, uses_pdl=uses_pdl, table=table)
+        first = self._layers[0]
+        linears = [a for one in self._layers for a in (one.qkv, one.output, one.gate_up, one.down)]
+        self._linear.reserve(list(dict.fromkeys(a.shape for a in linears)), max_tokens)
+        attention = [layer.attention for layer in self._layers]
+        self._attention = DecodeAttention(device, attention, max_tokens, uses_pdl)
+
+        def room(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros((max_tokens, *shape), dtype=dtype, device=device)
+
+        hidden_size, vocab = self._table.shape[1], len(weight)
+        self._x = room(hidden_size)
+        self._qkv = room(len(first.qkv.weight))
+        self._attended = room(first.output.weight.shape[1])
+        self._gated = room(first.down.weight.shape[1])
+        self._cos, self._sin = (room(*self._ropes[0].shape) for _ in range(2))
+        self.hidden, self.logits = room(hidden_size), room(vocab)
+        self._keys = room(dtype=torch.int64)
+        self.token_ids, self.is_finite = room(dtype=torch.int64), room(dtype=torch.bool)
+        self._flags = torch.tensor([1, vocab], dtype=torch.int32).to(device)
+        self._wants_logits = True
+        self._advance = advance
+        self._is_advanced = False
+
+    def set_num_valid_ids(self, count: int) -> None:
+        self._flags[1].fill_(count)
+
+    def want_logits(self, wants: bool) -> None:
+        if wants != self._wants_logits:
+            self._wants_logits = wants
+            self._flags[0].fill_(int(wants))
+
+    def results(self, hidden: torch.Tensor) -> FusedResults | None:
+        if hidden.data_ptr() != self.hidden.data_ptr():
+            return None
+        n = len(hidden)
+        logits = self.logits[:n] if self._wants_logits else None
+        ids, is_finite = self.token_ids[:n], self.is_finite[:n]
+        if ids.device.type == "cpu":  # nothing copies them on their way to the host
+            ids, is_finite = ids.clone(), is_finite.clone()
+        return FusedResults(ids, is_finite, logits, self._is_advanced)
+
+    def takes(self, context: ForwardContext, num_tokens: int) -> bool:
+        metadata = context.attn_metadata.get(self._layers[0].name)
+        return (
+            metadata is not None
+            and context.tr_graph is None
+            and context.spec_decode_metadata is None
+            and metadata.num_prefill_seqs == 0
+            and 0 < num_tokens <= self.max_tokens
+            and num_tokens == metadata.num_seqs
+        )
+
+    @torch.inference_mode()
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        context = get_forward_context()
+        n = len(input_ids)
+        x, qkv, attended, gated = self._x[:n], self._qkv[:n], self._attended[:n], self._gated[:n]
+        cos, sin, keys = self._cos[:n], self._sin[:n], self._keys[:n]
+        linear = self._linear
+        embed(input_ids, positions, self._table, self._ropes, x, cos, sin, keys, self._embed_scale)
+        for index, layer in enumerate(self._layers):
+            metadata = context.attn_metadata[layer.name]
+            cache = context.kv_cache_data[layer.name]
+            step = StepTables(
+                metadata.block_tables,
+                metadata.table_rows,
+                metadata.context_lens,
+                metadata.slot_mapping,
+                cos,
+                sin,
+            )
+            # NOTE: the first one is launched without dependence: behind it, lengths, tables and rotations may be
+            # read before a kernel waits.
+            linear(x, layer.qkv, qkv, waits=index > 0)
+            self._attention(qkv, layer.attention, cache.k_cache, cache.v_cache, step, attended)
+            linear(attended, layer.output, x, x)
+            linear(x, layer.gate_up, gated)
+            linear(gated, layer.down, x, x)
+        hidden = self.hidden[:n]
+        head(x, self._head, HeadBuffers(hidden, self.logits[:n], keys, self._flags), uses_pdl=self._uses_pdl)
+        advance = None  # without rows of the tables, whoever gathered them moves on
+        metadata = context.attn_metadata[self._layers[0].name]
+        if self._advance is not None and metadata.table_rows is not None:
+            advance = (metadata.table_rows, metadata.context_lens, *self._advance)
+        self._is_advanced = advance is not None
+        choose(keys, self.token_ids[:n], self.is_finite[:n], advance, self._uses_pdl)
+        return hidden
+
+
+def _rope_tables(ropes: list[RotaryEmbedding]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inverse frequencies and factors of sin ``[ropes, dim]``, padded, and factors of cos ``[ropes]``."""
+    size = max(len(rope.inv_freq) for rope in ropes)
+    size = 1 << (size - 1).bit_length()
+    frequencies = torch.zeros(len(ropes), size)
+    signs = torch.zeros(len(ropes), size)
+    for i, rope in enumerate(ropes):
+        frequencies[i, : len(rope.inv_freq)] = rope.inv_freq
+        signs[i, : len(rope.inv_freq)] = rope.sign
+    factors = torch.tensor([rope.attention_factor for rope in ropes])
+    return tuple(t.to(ropes[0].inv_freq.device) for t in (frequencies, signs, factors))

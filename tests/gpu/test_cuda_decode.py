@@ -1,0 +1,154 @@
+"""Fused decode steps on a CUDA device: every kernel at real shapes against fp32, recorded steps, whole answers."""
+
+import pytest
+import torch
+
+from atom.benchmarks.decode_launches import SHAPES
+from atom.config import Config
+from atom.kernels.reference import decode as reference
+from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
+from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
+from atom.kernels.triton.decode_parts import LOWEST
+from atom.kernels.triton.decode_step import choose
+from atom.sampling_params import SamplingParams
+from tests.helpers.core_driver import CoreDriver
+from tests.helpers.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.gpu
+
+HALF = torch.bfloat16
+BOUND = 1e-2  # of bf16 against fp32, as a share of the norm
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def random(*shape, scale=1.0):
+    return (torch.randn(shape, device="cuda") * scale).to(HALF)
+
+
+def error(found, wanted):
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 16, 17, 32, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_linears_of_real_shapes(shape, num_tokens):
+    run = DecodeLinear(torch.device("cuda"), has_gluon=IS_HOPPER, uses_pdl=IS_HOPPER)
+    portable = DecodeLinear(torch.device("cuda"))
+    for name, (rows, columns, has_norm, activation) in shape.linears.items():
+        weight = random(rows, columns, scale=columns**-0.5)
+        norm = 1 + random(columns, scale=0.1) if has_norm else None
+        layer = LinearArguments(weight, norm, 1e-6, None, activation)
+        x = random(num_tokens, columns, scale=3.0)
+        residual = None if has_norm else random(num_tokens, rows)
+        act = "silu" if activation else None
+        wide = reference.fused_linear(
+            x.float(), weight, norm=norm, eps=1e-6, activation=act, residual=residual
+        )
+        for kind in (run, portable):
+            kind.reserve([layer.shape])
+            out = torch.full_like(wide, float("nan"), dtype=HALF)
+            for _ in range(3):  # arrivals are left as they were found
+                kind(x, layer, out, residual)
+                assert error(out, wide) < BOUND, f"{name} {kind.choice(layer.shape, num_tokens)}"
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_attention_of_real_shapes(shape, batch):
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    for longest in (300, 2500):
+        lens = [longest - 37 * i if longest > 37 * i else 5 for i in range(batch)]
+        columns = -(-longest // 16)
+        pages = torch.randperm(batch * columns, device="cuda").int() + 1
+        tables = pages.view(batch, columns)
+        keys, values = (random(batch * columns + 1, kv_heads, 16, dim) for _ in range(2))
+        slots = torch.tensor(
+            [int(t[(n - 1) // 16]) * 16 + (n - 1) % 16 for t, n in zip(tables.tolist(), lens, strict=True)],
+            device="cuda",
+        )
+        angle = torch.randn(batch, dim // 2, device="cuda")
+        cos = torch.cat((angle.cos(), angle.cos()), -1).to(HALF)
+        sin = torch.cat((-angle.sin(), angle.sin()), -1).to(HALF)
+        norm = 1 + random(heads + kv_heads, dim, scale=0.1) if shape.has_qk_norm else None
+        qkv = random(batch, (heads + 2 * kv_heads) * dim)
+        own_keys, own_values = keys.clone(), values.clone()
+        wanted = reference.fused_attention(
+            qkv.float(), keys, values, tables, lens, slots, cos, sin, num_heads=heads, scale=dim**-0.5,
+            qk_norm=norm, eps=1e-6,
+        )  # fmt: skip
+        layer = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=norm, eps=1e-6)
+        run = DecodeAttention(torch.device("cuda"), [layer], 64, IS_HOPPER)
+        step = StepTables(
+            tables,
+            None,
+            torch.tensor(lens, dtype=torch.int32, device="cuda"),
+            slots,
+            cos[:, None],
+            sin[:, None],
+        )
+        out = torch.full_like(wanted, float("nan"), dtype=HALF)
+        for _ in range(3):
+            run(qkv, layer, own_keys, own_values, step, out)
+            assert error(out, wanted) < BOUND
+        assert error(own_keys, keys) < 1e-3 and torch.equal(own_values, values)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 40])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_heads_of_real_shapes(shape, num_tokens):
+    hidden, vocab = shape.hidden_size, shape.vocab_size
+    weight, x = random(vocab, hidden, scale=hidden**-0.5), random(num_tokens, hidden)
+    norm = 1 + random(hidden, scale=0.1)
+    logits, _ = reference.greedy_head(x, weight, norm, 1e-6, vocab)
+    buffers = HeadBuffers(
+        torch.empty_like(x),
+        torch.empty(num_tokens, vocab, dtype=HALF, device="cuda"),
+        torch.full((num_tokens,), LOWEST.value, device="cuda"),
+        torch.tensor([1, vocab - 100], dtype=torch.int32, device="cuda"),
+    )
+    head(x, LinearArguments(weight, norm, 1e-6), buffers, uses_pdl=IS_HOPPER)
+    ids = torch.empty(num_tokens, dtype=torch.int64, device="cuda")
+    finite = torch.empty(num_tokens, dtype=torch.bool, device="cuda")
+    choose(buffers.keys, ids, finite)
+    assert error(buffers.logits, logits) < BOUND
+    assert torch.equal(ids, buffers.logits[:, : vocab - 100].argmax(-1)) and finite.all()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("num_prompts", [1, 5])
+def test_answers_equal_those_of_the_modules(family, num_prompts, tmp_path, monkeypatch):
+    """In bf16 two ways differ by rounding: ids are alike until two candidates are as close as that."""
+    folder = make_tiny_model(tmp_path / family, family)
+    prompts = {i: [(i * 37 + j * 11) % 250 + 1 for j in range(6 + 17 * i)] for i in range(1, 1 + num_prompts)}
+    found = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("ATOM_FUSED_DECODE", switch)
+        answers = {}
+        for params in (
+            SamplingParams(temperature=0.0, max_tokens=24),
+            SamplingParams(temperature=0.0, max_tokens=24, logprobs=1),
+        ):
+            config = Config.build(
+                str(folder), device="cuda", dtype="bfloat16", max_num_batched_tokens=256, max_num_seqs=8,
+                kv_cache_memory=2**24, prefix_hash_seed=1,
+                compilation_config={"level": 0, "cudagraph_capture_sizes": (1, 4, 8)},
+            )  # fmt: skip
+            driver = CoreDriver(config)
+            fused = driver.core.worker.model.fused
+            assert (fused is not None) == (switch == "1")
+            driver.add(prompts, params)
+            driver.run()
+            driver.check_idle()
+            answers[params.logprobs] = driver
+        plain, logged = answers[None], answers[1]
+        assert plain.tokens == logged.tokens, "an answer does not depend on whether somebody reads logits"
+        found.append(logged)
+    for seq_id, theirs in found[1].tokens.items():
+        ours = found[0].tokens[seq_id]
+        logs = [
+            [entry for event in driver.events[seq_id] for entry in event.logprobs or []] for driver in found
+        ]
+        for step, (left, right) in enumerate(zip(*logs, strict=True)):
+            assert abs(left.logprob - right.logprob) < 0.15, f"{seq_id} at {step}"
+            if ours[step] != theirs[step]:
+                break

@@ -1,0 +1,304 @@
+"""The fused kernels of a decode step against their plain twins; under the interpreter where there is no device.
+
+The interpreter multiplies bf16 tiles wrongly, so fp16 stands in for it there.
+"""
+
+import pytest
+import torch
+
+from atom.kernels.reference import decode as reference
+from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
+from atom.kernels.triton.decode_linear import Choice, DecodeLinear, HeadBuffers, LinearArguments, head
+from atom.kernels.triton.decode_parts import ACTIVATIONS, LOWEST, compact
+from atom.kernels.triton.decode_step import choose, embed, final_norm, prepare_decode
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+LOWEST_KEY = LOWEST.value
+# Relative error against fp32 arithmetic on the same inputs: inputs are rounded once behind a norm, results once.
+BOUND = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+
+
+def random(*shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(shape) * scale).to(dtype).to(DEVICE)
+
+
+def error(found, wanted):
+    assert torch.isfinite(found.float()).all()
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def close(found, wanted):
+    return error(found, wanted) < BOUND[found.dtype]
+
+
+def linear(columns, rows, activation, dtype, has_norm, has_bias):
+    weight_rows = 2 * rows if activation else rows
+    return LinearArguments(
+        random(weight_rows, columns, dtype=dtype, scale=columns**-0.5),
+        norm=1 + random(columns, scale=0.2) if has_norm else None,
+        eps=1e-5,
+        bias=random(weight_rows, dtype=dtype) if has_bias else None,
+        activation=ACTIVATIONS[activation] if activation else 0,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+@pytest.mark.parametrize(
+    ("num_tokens", "choice"),
+    [
+        (1, Choice("gemv", (4, 4))),
+        (1, Choice("gemv", (8, 2))),
+        (3, Choice("rows", (16, 4))),
+        (3, Choice("loop", (64, 64, 1, 3, 0))),
+        (19, Choice("loop", (64, 32, 2, 3, 0))),
+        (5, Choice("loop", (64, 32, 4, 3, 0))),
+    ],
+    ids=lambda value: f"{value.kernel}{value.blocks}" if isinstance(value, Choice) else f"{value} tokens",
+)
+@pytest.mark.parametrize(
+    ("rows", "activation", "has_norm", "has_bias", "has_residual"),
+    [
+        (96, None, True, True, False),  # rows are no multiple of a tile
+        (64, None, False, False, True),
+        (72, "silu", True, False, False),
+        (64, "gelu_tanh", False, True, False),
+    ],
+)
+def test_linear_equals_its_twin(
+    dtype, num_tokens, choice, rows, activation, has_norm, has_bias, has_residual
+):
+    torch.manual_seed(rows + num_tokens)
+    layer = linear(128, rows, activation, dtype, has_norm, has_bias)
+    x = random(num_tokens, 128, dtype=dtype)
+    residual = random(num_tokens, rows, dtype=dtype) if has_residual else None
+    wanted = reference.fused_linear(
+        x, layer.weight, norm=layer.norm, eps=1e-5, bias=layer.bias, activation=activation, residual=residual
+    )
+    run = DecodeLinear(x.device)
+    run.reserve([layer.shape])
+    run._workspace.partial = torch.full((65 * 32 * 4 * 8,), float("nan"), device=DEVICE)
+    run._workspace.arrivals = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    out = torch.full_like(wanted, float("nan"))
+    if residual is not None:
+        out.copy_(residual)
+        residual = out  # in place, as the residual stream is
+    run(x, layer, out, residual, choice=choice)
+    assert close(out, wanted)
+    assert not run._workspace.arrivals.any(), "the next launch counts from zero"
+
+
+def test_a_row_does_not_depend_on_its_company():
+    layer = linear(128, 96, "silu", HALF, True, False)
+    x = random(40, 128, dtype=HALF)
+    run = DecodeLinear(x.device)
+    run.reserve([layer.shape])
+    whole, part = (torch.empty(n, 96, dtype=HALF, device=DEVICE) for n in (40, 20))
+    run(x, layer, whole)
+    run(x[:20].contiguous(), layer, part)
+    assert torch.equal(whole[:20], part)
+
+
+def test_norm_weights_are_narrowed_only_where_nothing_is_lost():
+    exact = torch.randn(64).to(HALF).float()
+    assert compact(exact, HALF).dtype == HALF
+    assert compact(exact + 2**-20, HALF).dtype == torch.float32
+
+
+class Case:
+    """A paged cache with sequences of given lengths, its pages in random order; page 0 is poison."""
+
+    def __init__(self, lens, dtype, *, heads=4, kv_heads=2, dim=16, rotary=16, page=16, cache_dtype=None):
+        self.lens = lens
+        self.shape = heads, kv_heads, dim
+        columns = max(1, max(-(-n // page) for n in lens))
+        pages = torch.randperm(len(lens) * columns) + 1
+        self.tables = pages.view(len(lens), columns).int().to(DEVICE)
+        size = len(lens) * columns + 1, kv_heads, page, dim
+        self.keys, self.values = (random(*size).to(cache_dtype or dtype) for _ in range(2))
+        self.keys[0] = self.values[0] = 240.0
+        slots = [
+            int(t[(n - 1) // page]) * page + (n - 1) % page if n else -1
+            for t, n in zip(self.tables, lens, strict=True)
+        ]
+        self.slots = torch.tensor(slots, device=DEVICE)
+        self.qkv = random(len(lens), (heads + 2 * kv_heads) * dim, dtype=dtype)
+        angle = random(len(lens), rotary // 2)
+        self.cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
+        self.sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+
+    def check(self, *, splits=None, rows=True, scales=None, **fields):
+        heads, kv_heads, dim = self.shape
+        layer = AttentionLayer(
+            heads, kv_heads, dim, dim**-0.5, self.cos.shape[-1], rope=1, eps=1e-6, **fields
+        )
+        order = torch.randperm(len(self.lens)).to(DEVICE) if rows else None
+        tables = self.tables
+        if rows:
+            tables = torch.empty_like(tables)
+            tables[order] = self.tables
+        cos, sin = (
+            torch.stack((torch.full_like(t, 7.0), t), 1).contiguous() for t in (self.cos, self.sin)
+        )  # rotation 0 belongs to other layers
+        lens = torch.tensor(self.lens, dtype=torch.int32, device=DEVICE)
+        keys, values = self.keys.clone(), self.values.clone()
+        wanted = reference.fused_attention(
+            self.qkv, keys, values, self.tables, self.lens, self.slots, self.cos, self.sin, num_heads=heads,
+            scale=dim**-0.5, eps=1e-6, scales=tuple(float(s) for s in scales or (1.0, 1.0)), **fields,
+        )  # fmt: skip
+        run = DecodeAttention(self.qkv.device, [layer], len(self.lens), parts=(2, 4))
+        run._partial.fill_(float("nan"))
+        run._stats.fill_(float("nan"))
+        out = torch.full_like(wanted, float("nan"))
+        own_keys, own_values = self.keys.clone(), self.values.clone()
+        step = StepTables(tables, order, lens, self.slots, cos, sin)
+        run(self.qkv, layer, own_keys, own_values, step, out, scales, splits=splits)
+        assert close(out, wanted)
+        assert not run._arrivals.any()
+        for own, theirs in ((own_keys, keys), (own_values, values)):
+            assert error(own.float(), theirs.float()) < BOUND[self.qkv.dtype]
+            assert (
+                (own != theirs).flatten().nonzero().numel()
+            ) < 40, "only this step's rows may differ, by rounding"
+
+
+LENS = [1, 17, 0, 200, 64, 65]
+
+
+@pytest.mark.parametrize("splits", [None, 1, 4], ids=["columns", "one split", "four splits"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+def test_attention_equals_its_twin(splits, dtype):
+    torch.manual_seed(1)
+    Case(LENS, dtype).check(splits=splits)
+    Case([70, 3], dtype, rotary=8).check(splits=splits, rows=False)
+
+
+@pytest.mark.parametrize("splits", [None, 2])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"window": 40},
+        {"soft_cap": 2.0},
+        {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+        {"qk_norm": torch.linspace(0.5, 1.5, 6 * 16).view(6, 16)},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_attention_has_what_families_need(splits, fields):
+    torch.manual_seed(2)
+    fields = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in fields.items()}
+    Case(LENS, torch.float32).check(splits=splits, **fields)
+
+
+@pytest.mark.parametrize("splits", [None, 2])
+def test_attention_reads_a_scaled_cache(splits):
+    torch.manual_seed(3)
+    scales = tuple(torch.tensor([s], device=DEVICE) for s in (0.25, 2.0))
+    Case(LENS, torch.float32).check(splits=splits, scales=scales)
+
+
+def test_long_contexts_of_few_sequences_are_split_over_keys(monkeypatch):
+    torch.manual_seed(4)
+    monkeypatch.setattr("atom.kernels.triton.decode_attend.LONG", 100)
+    Case([200, 64], torch.float32).check(sinks=torch.zeros(4, device=DEVICE))
+    Case([300], torch.float32).check(window=150)
+
+
+def test_a_value_that_is_not_finite_is_stored_as_zero():
+    case = Case([20, 20], torch.float32)
+    case.qkv[0, -1] = float("nan")
+    case.check()
+    case.check(splits=2)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_the_head_chooses_as_argmax_does(num_tokens):
+    torch.manual_seed(5)
+    x = random(num_tokens, 64, dtype=HALF)
+    weight = random(330, 64, dtype=HALF, scale=0.2)
+    weight[7] = weight[310] = 3 * x[0]  # a tie: the lowest id; one of the two is no valid id
+    layer = LinearArguments(weight, 1 + random(64, scale=0.1), 1e-6)
+    logits, best = reference.greedy_head(x, weight, layer.norm, 1e-6, 300)
+    for wants_logits in (0, 1):
+        buffers = HeadBuffers(
+            torch.empty_like(x),
+            torch.full((num_tokens, 330), -1.0, dtype=HALF, device=DEVICE),
+            torch.full((num_tokens,), LOWEST_KEY, device=DEVICE),
+            torch.tensor([wants_logits, 300], dtype=torch.int32, device=DEVICE),
+        )
+        head(x, layer, buffers, num_programs=8)
+        ids, is_finite = torch.full_like(best, -1), torch.zeros(num_tokens, dtype=torch.bool, device=DEVICE)
+        choose(buffers.keys, ids, is_finite)
+        assert ids.tolist() == best.tolist() and is_finite.all()
+        normed = reference.fused_linear(x, torch.eye(64, device=DEVICE), norm=layer.norm, eps=1e-6)
+        assert close(buffers.hidden, normed)
+        assert close(buffers.logits, logits) if wants_logits else (buffers.logits == -1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("low", "is_finite"), [(-60000.0, True), (float("nan"), False), (float("-inf"), False)]
+)
+def test_keys_keep_order_and_finiteness(low, is_finite):
+    x = torch.zeros(1, 16, dtype=HALF, device=DEVICE)
+    x[0, 0] = 1.0
+    weight = torch.zeros(20, 16, dtype=HALF, device=DEVICE)
+    weight[:, 0] = low if low == low else -1.0
+    if low != low:
+        weight[5, 0] = low
+    norm = torch.ones(16, device=DEVICE) / 4  # cancels the norm of a unit vector
+    buffers = HeadBuffers(
+        torch.empty_like(x),
+        torch.empty(1, 20, dtype=HALF, device=DEVICE),
+        torch.full((1,), LOWEST_KEY, device=DEVICE),
+        torch.tensor([0, 20], dtype=torch.int32, device=DEVICE),
+    )
+    head(x, LinearArguments(weight, norm, 0.0), buffers)
+    ids, finite = torch.full((1,), -1, device=DEVICE), torch.zeros(1, dtype=torch.bool, device=DEVICE)
+    choose(buffers.keys, ids, finite)
+    assert finite.item() == is_finite
+    assert ids.item() == (5 if low != low else 0)
+
+
+def test_choosing_moves_the_tables_on():
+    keys = torch.tensor([(0x3F800000 << 32) | (0x7FFFFFFF - 5), (0x3F800000 << 32) | (0x7FFFFFFF - 9)])
+    tables = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    computed, last_token = (t.to(DEVICE) for t in tables)
+    rows, lens = torch.tensor([2, 0]).to(DEVICE), torch.tensor([11, 12], dtype=torch.int32).to(DEVICE)
+    ids = torch.empty(2, dtype=torch.int64, device=DEVICE)
+    finite = torch.empty(2, dtype=torch.bool, device=DEVICE)
+    choose(keys.to(DEVICE), ids, finite, (rows, lens, computed, last_token))
+    assert ids.tolist() == [5, 9] and finite.all()
+    assert computed.tolist() == [12, 0, 11, 0] and last_token.tolist() == [9, 0, 5, 0]
+
+
+def test_embedding_rotations_and_final_norm():
+    table = random(50, 48, dtype=HALF)
+    ids, positions = torch.tensor([3, 49], device=DEVICE), torch.tensor([0, 70001], device=DEVICE)
+    inv_freq = torch.rand(2, 16, device=DEVICE)
+    sign, factor = random(2, 16), torch.tensor([1.0, 1.5], device=DEVICE)
+    x, out = (torch.empty(2, 48, dtype=HALF, device=DEVICE) for _ in range(2))
+    cos, sin = (torch.empty(2, 2, 16, dtype=HALF, device=DEVICE) for _ in range(2))
+    keys = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    embed(ids, positions, table, (inv_freq, sign, factor), x, cos, sin, keys, scale=6.5)
+    assert torch.equal(x, table[ids] * 6.5)
+    angle = positions[:, None, None].float() * inv_freq
+    assert torch.allclose(cos.float(), angle.cos() * factor[:, None], atol=1e-2)
+    assert torch.allclose(sin.float(), angle.sin() * sign, atol=2e-2)
+    assert keys.tolist() == [LOWEST_KEY] * 2
+    norm = random(48)
+    final_norm(x, norm, out, 1e-6)
+    assert close(out, reference.fused_linear(x, torch.eye(48, device=DEVICE), norm=norm, eps=1e-6))
+
+
+def test_prepared_inputs_of_padded_rows():
+    tables = torch.arange(2 * 5 * 4, dtype=torch.int32, device=DEVICE).view(2, 5, 4)
+    computed = torch.tensor([9, 0, 14, 3, 6], dtype=torch.int32, device=DEVICE)
+    last_token = torch.tensor([10, 11, 12, 13, 14], device=DEVICE)
+    packed = torch.tensor([2, 0, 4, 1, 1, 1, 99], dtype=torch.int32, device=DEVICE)
+    rows, ids, positions, cu, lens, slots = prepare_decode(
+        packed, computed, last_token, tables, 3, 4, 4, True
+    )
+    assert rows.tolist() == [2, 0, 4] and ids.tolist() == [12, 10, 14]
+    assert positions.tolist() == [14, 9, 0] and lens.tolist() == [15, 10, 0]
+    assert cu.tolist() == [0, 1, 2, 3]
+    assert slots.tolist() == [[11 * 4 + 2, 2 * 4 + 1, -1], [31 * 4 + 2, 22 * 4 + 1, -1]]

@@ -1,0 +1,52 @@
+"""The kernels of a fused decode step compile for sm_90 and keep what makes them fast there, without a device."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).parents[1] / "helpers" / "compile_decode_for_sm90.py"
+EARLY = {
+    "gemv",
+    "gemv_rows",
+    "gemm_rows",
+    "columns",
+    "splits",
+    "head_gemv",
+}  # load weights or keys before they wait
+CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1")
+INDEPENDENT = {"_embed", "_prepare"}
+
+
+def test_decode_kernels_compile_for_sm_90(tmp_path):
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": ":".join(sys.path),
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    result = subprocess.run(
+        [sys.executable, str(PROGRAM), *CASES],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = json.loads(result.stdout)
+    assert {facts["kernel"] for facts in found.values()} >= EARLY
+    for name, facts in found.items():
+        kernel = facts["kernel"]
+        # The exact cosine of large angles keeps a table of 28 bytes on the stack.
+        assert facts["spilled"] <= (
+            32 if kernel == "_embed" else 0
+        ), f"{name} spills {facts['spilled']} bytes"
+        assert facts["shared"] <= 227 * 1024, f"{name} wants {facts['shared']} bytes of shared memory"
+        if kernel in INDEPENDENT:
+            continue
+        if "launch_pdl" in name:
+            assert facts["waits"] == 1 and facts["starts_next_first"], f"{name} does not wait once, in order"
+            assert facts["stores_before_wait"] == 0, f"{name} writes before it waits"
+        if kernel in EARLY and "launch_pdl" in name:
+            assert facts["wide_before_wait"] >= 2, f"{name} loads nothing wide before it waits"
+        if kernel == "gemv_rows":
+            assert facts["barriers"] == 0, f"{name} passes something through shared memory"

@@ -1,0 +1,154 @@
+"""A fused decode step says what the modules say: each family, in batches, with and without a row table."""
+
+import pytest
+import torch
+
+from atom.config import Config
+from atom.kernels.registry import override_kernel
+from atom.model_ops.fused_cuda import FusedCudaDecoder, fused_cuda_decoder, why_not
+from atom.platforms import get_platform
+from atom.sampling_params import SamplingParams
+from atom.utils.forward_context import Context, ForwardContext
+from tests.helpers.core_driver import CoreDriver
+from tests.helpers.tiny_model import make_tiny_model
+from tests.models.harness import PagedRunner, load_model
+
+CPU = get_platform("cpu")
+PROMPTS = {"a": list(range(3, 30)), "b": [7], "c": list(range(90, 101))}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    families = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
+    return {family: make_tiny_model(root / family, family) for family in families}
+
+
+def plain_model(folder, dtype=torch.float32):
+    with override_kernel("linear", "reference"):
+        return load_model(folder, dtype)
+
+
+def decode(model, steps, is_fused):
+    """Logits of ``steps`` decode steps behind the same prompts, each fed the best id of the one before."""
+    model.fused = None
+    if is_fused:
+        model.fused, reason = fused_cuda_decoder(model.dense_decoder(), CPU, max_tokens=8)
+        assert reason is None
+    runner = PagedRunner(model, block_size=16)
+    logits = runner.step(PROMPTS)
+    found = []
+    for _ in range(steps):
+        ids = {name: [int(rows[-1].argmax())] for name, rows in logits.items()}
+        logits = runner.step(decode=ids)
+        found.append(torch.cat(list(logits.values())))
+        if is_fused:
+            fused = model.fused
+            n = len(ids)
+            assert torch.equal(fused.token_ids[:n], found[-1].argmax(-1)) and fused.is_finite[:n].all()
+            assert torch.allclose(fused.logits[:n], found[-1], atol=1e-4), "logits of the head"
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_fused_steps_equal_the_modules(folders, family):
+    model = plain_model(folders[family])
+    wanted, found = (decode(model, 2, is_fused) for is_fused in (False, True))
+    assert (found - wanted).abs().max() < 2e-4 * wanted.abs().max()
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+def test_a_step_of_one_sequence(folders):
+    model = plain_model(folders["qwen3"])
+    steps = []
+    for is_fused in (False, True):
+        model.fused = fused_cuda_decoder(model.dense_decoder(), CPU, max_tokens=8)[0] if is_fused else None
+        runner = PagedRunner(model, block_size=16)
+        runner.step({"a": PROMPTS["a"]})
+        steps.append(torch.cat([runner.step(decode={"a": [i]})["a"] for i in (5, 250)]))
+    assert (steps[0] - steps[1]).abs().max() < 2e-4 * steps[0].abs().max()
+
+
+def test_a_fused_layer_is_five_launches(folders, monkeypatch):
+    model = plain_model(folders["llama"])
+    model.fused, _ = fused_cuda_decoder(model.dense_decoder(), CPU, max_tokens=8)
+    launches = []
+    for name in ("_linear", "_attention"):
+        own = getattr(model.fused, name)
+        monkeypatch.setattr(
+            model.fused, name, lambda *a, own=own, name=name, **k: (launches.append(name), own(*a, **k))
+        )
+    runner = PagedRunner(model, block_size=16)
+    runner.step({"a": [1, 2]})
+    assert launches == [], "a prefill runs through the modules"
+    runner.step(decode={"a": [3]})
+    assert launches == ["_linear", "_attention", "_linear", "_linear", "_linear"] * 2
+
+
+def test_what_is_not_fused_says_why(folders):
+    assert why_not(None, CPU) == "its layers are not dense"
+    gemma = plain_model(folders["gemma3"])
+    assert "norms behind" in why_not(gemma.dense_decoder(), CPU)
+    llama = plain_model(folders["llama"])
+    assert why_not(llama.dense_decoder(), CPU) is None
+    assert "not bfloat16" in why_not(llama.dense_decoder(), get_platform_of_devices())
+
+
+def get_platform_of_devices():
+    from atom.platforms.cuda import CudaPlatform
+
+    return CudaPlatform()
+
+
+def test_steps_that_are_not_pure_decodes_are_left_alone(folders):
+    model = plain_model(folders["llama"])
+    fused, _ = fused_cuda_decoder(model.dense_decoder(), CPU, max_tokens=4)
+    assert fused.max_tokens == 4
+    assert not fused.takes(ForwardContext(context=Context()), 1), "outside of any step"
+    runner = PagedRunner(model, block_size=16)
+    name = next(iter(model.attention_layers()))
+    for num_prefill, lens, takes in (
+        (1, [3], False),
+        (0, [1, 1], True),
+        (0, [2, 1], False),
+        (0, [1] * 5, False),
+    ):
+        chunks = [(str(i), [1] * n) for i, n in enumerate(lens)]
+        for key, ids in chunks:
+            runner._extend(key, len(ids))
+        context = ForwardContext(attn_metadata={name: runner._metadata(0, chunks, num_prefill)})
+        assert fused.takes(context, sum(lens)) == takes
+        context.tr_graph = "replay"
+        assert not fused.takes(context, sum(lens))
+
+
+def test_the_engine_says_the_same_with_fused_decoding(folders, monkeypatch):
+    """Greedy requests beside one that is sampled, whose steps need logits: whole answers."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=5)
+    chance = SamplingParams(temperature=0.8, seed=3, max_tokens=2)
+    answers, wanted = [], []
+    for is_fused in (False, True):
+        monkeypatch.setattr(
+            "atom.model_engine.model_runner.ModelRunner._fused_decoder",
+            lambda self: _fused_on_cpu(self, wanted) if is_fused else None,  # noqa: B023
+        )
+        with override_kernel("linear", "reference"):
+            config = Config.build(
+                str(folders["qwen3"]), device="cpu", dtype="float32", loop="overlapped", kv_cache_memory=2**22,
+                max_num_seqs=4, compilation_config={"level": 0}, enforce_eager=True,
+            )  # fmt: skip
+            driver = CoreDriver(config)
+        driver.add({1: [5, 6, 7], 2: list(range(40, 61))}, greedy)
+        driver.add({3: [9, 8]}, chance)
+        driver.run()
+        driver.check_idle()
+        answers.append(driver.tokens)
+    assert answers[0] == answers[1]
+    assert {True, False} <= set(wanted), "steps with logits and steps without"
+
+
+def _fused_on_cpu(runner, wanted):
+    fused = FusedCudaDecoder(runner.model.dense_decoder(), max_tokens=4)
+    own = fused.want_logits
+    fused.want_logits = lambda wants: (wanted.append(wants), own(wants))
+    return fused

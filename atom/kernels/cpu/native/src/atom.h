@@ -37,6 +37,9 @@ int atom_num_threads(void);
 /* The next piece of the current loop, 0, 1, 2 ...; the caller stops at its own count. Costs 0.1-0.2 us when others draw too:
  * a piece should take several us. */
 int64_t atom_next(atom_worker *worker);
+/* Memory that all threads of a run share, ATOM_SHARED bytes, 64-byte aligned; a kernel leaves nothing in it. */
+char *atom_shared(atom_worker *worker);
+#define ATOM_SHARED (8 << 20)
 /* All threads meet; the next loop starts at 0. Spins about 4,000 turns, then yields. */
 void atom_barrier(atom_worker *worker);
 
@@ -109,7 +112,17 @@ void atom_rope_and_cache(atom_worker *w, const atom_rope_args *a);
 void atom_rotation(atom_worker *w, const int64_t *positions, int64_t m, const float *inv_freq, int32_t half, float factor,
                    float *cos, float *sin);
 
-/* ---- attention.c ---- */
+/* y = act(gate) * up of rows [gate n | up n]; activation: ATOM_SILU_MUL or ATOM_GELU_TANH_MUL. */
+typedef struct {
+    const float *x; /* [m, 2 n], row stride ldx */
+    int64_t ldx;
+    float *y; /* [m, n], row stride ldy */
+    int64_t ldy, m, n;
+    int32_t activation;
+} atom_gated_args;
+void atom_gated_activation(atom_worker *w, const atom_gated_args *a);
+
+/* ---- attention*.c ---- */
 
 /* Causal attention of every sequence's queries over its pages (decode: one query; prefill: many), grouped heads. */
 typedef struct {
@@ -117,7 +130,7 @@ typedef struct {
     int64_t ldq;
     float *out;     /* [tokens, heads * head_dim] */
     int64_t ldo;
-    int32_t num_heads, num_kv_heads, head_dim, block_size, cache_is_bf16;
+    int32_t num_heads, num_kv_heads, head_dim, block_size, cache_is_bf16; /* head_dim: a multiple of 16, at most 512 */
     float scale, soft_cap;  /* soft_cap 0: none */
     int32_t window;         /* 0: none; else a query sees itself and window - 1 before it */
     const float *sinks;     /* [heads] or NULL */
@@ -127,6 +140,9 @@ typedef struct {
     const int32_t *cu_seqlens_q; /* [seqs + 1] */
     const int32_t *context_lens; /* [seqs], the step's tokens included; 0: write zeros */
     int64_t num_seqs, num_tokens; /* tokens behind the last sequence's are zeroed */
+    /* 1: every token goes the way of prefill, so that its bits do not depend on how many come with it; slower for one token.
+     * Without it they do not depend on the other sequences or on the threads, only on the way taken. */
+    int32_t is_uniform;
 } atom_attention_args;
 void atom_attention(atom_worker *w, const atom_attention_args *a);
 

@@ -37,6 +37,7 @@ struct atom_team {
     atomic_bool is_closing;
     atom_body body;
     const void *arguments;
+    char *shared;
     int num_threads;
     pthread_mutex_t mutex; /* of the condition */
     pthread_cond_t wake;
@@ -65,6 +66,8 @@ int64_t atom_next(atom_worker *worker) {
     return atomic_fetch_add_explicit(&worker->team->next, 1, memory_order_relaxed);
 }
 
+char *atom_shared(atom_worker *worker) { return worker->team->shared; }
+
 void atom_barrier(atom_worker *worker) {
     atom_team *team = worker->team;
     if (worker->num_threads == 1) {
@@ -87,12 +90,12 @@ void atom_barrier(atom_worker *worker) {
     }
 }
 
-static char *new_scratch(void) {
+static char *new_memory(size_t size) {
     void *memory = NULL;
-    if (posix_memalign(&memory, 1 << 21, ATOM_SCRATCH) != 0)
-        abort(); /* 4 MB are not there: nothing else in the process would work either */
+    if (posix_memalign(&memory, 1 << 21, size) != 0)
+        abort(); /* a few MB are not there: nothing else in the process would work either */
 #ifdef MADV_HUGEPAGE
-    madvise(memory, ATOM_SCRATCH, MADV_HUGEPAGE);
+    madvise(memory, size, MADV_HUGEPAGE);
 #endif
     return memory;
 }
@@ -100,7 +103,7 @@ static char *new_scratch(void) {
 static void *work(void *argument) {
     atom_worker *worker = argument;
     atom_team *team = worker->team;
-    worker->scratch = new_scratch(); /* here, so that its pages are near this thread */
+    worker->scratch = new_memory(ATOM_SCRATCH); /* here, so that its pages are near this thread */
     for (uint32_t seen = 0;;) {
         for (int spins = 0; spins < IDLE_SPINS && atomic_load_explicit(&team->job, memory_order_acquire) == seen; spins++)
             pause_core();
@@ -160,7 +163,8 @@ static atom_team *start(void) {
     pthread_mutex_init(&team->mutex, NULL);
     pthread_cond_init(&team->wake, NULL);
     team->num_threads = 1;
-    team->workers[0] = (atom_worker){.team = team, .id = 0, .scratch = new_scratch()};
+    team->workers[0] = (atom_worker){.team = team, .id = 0, .scratch = new_memory(ATOM_SCRATCH)};
+    team->shared = new_memory(ATOM_SHARED);
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads that Python knows */
@@ -188,6 +192,7 @@ static void stop(void) {
     for (int i = 1; i < team->num_threads; i++)
         pthread_join(team->threads[i], NULL);
     free(team->workers[0].scratch);
+    free(team->shared);
     pthread_cond_destroy(&team->wake);
     pthread_mutex_destroy(&team->mutex);
     free(team);

@@ -73,9 +73,7 @@ static void decode_part(const plan *p, atom_worker *w, const decode_token *t, in
     int64_t width = p->group * a->head_dim;
     float *query = (float *)(w->scratch + DECODE_SCRATCH), *memory = query + width;
     decode_state whole = state_at(p, memory), one = state_at(p, memory + record_floats(p));
-    const float *q = a->q + t->token * a->ldq + kv_head * width;
-    for (int64_t i = 0; i < width; i += LANES)
-        v_store(query + i, v_load(q + i) * (a->scale * LOG2E));
+    atom_decode_query(a, a->q + t->token * a->ldq + kv_head * width, query);
     const int32_t *table = a->block_tables + t->seq * a->table_stride;
     int64_t first = part * t->spans_of_part, end = min64(t->num_spans, first + t->spans_of_part);
     for (int64_t i = first; i < end; i++) {

@@ -33,7 +33,9 @@ typedef struct {
 #define PREFILL_ROWS 128
 void atom_prefill_rows(const atom_attention_args *a, char *scratch, int64_t seq, int64_t kv_head, int64_t row0, int64_t num_rows);
 
-/* Attention of one token, at query [group, head_dim] (scaled), to positions [low, high); scratch: DECODE_SCRATCH bytes. */
+/* query [group, head_dim]: q scaled, in the order in which keys are read. */
+void atom_decode_query(const atom_attention_args *a, const float *q, float *query);
+/* Attention of one token, at that query, to positions [low, high); scratch: DECODE_SCRATCH bytes. */
 #define DECODE_SCRATCH (64 << 10)
 void atom_decode_span(const atom_attention_args *a, char *scratch, const float *query, const int32_t *table, int64_t kv_head,
                       int64_t low, int64_t high, decode_state *state);

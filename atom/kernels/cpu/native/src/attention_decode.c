@@ -24,8 +24,22 @@ INLINE void prefetch_row(const void *cache, int64_t row, int64_t size, const int
         __builtin_prefetch(p + i);
 }
 
+/* How the cache is read. PAIRS: two vectors at once, the even places and then the odd ones; queries and sums are then
+ * kept in that order. */
+enum { F32, PLAIN, PAIRS };
+
+/* Two vectors of a row. */
+INLINE void load_two(const void *cache, int64_t offset, const int how, vf two[2]) {
+    if (how == PAIRS)
+        v_load_pairs((const bf16 *)cache + offset, &two[0], &two[1]);
+    else {
+        two[0] = load_cached(cache, offset, how == PLAIN);
+        two[1] = load_cached(cache, offset + LANES, how == PLAIN);
+    }
+}
+
 /* scores[head][key] of `heads` heads; computes whole steps, whose last keys may repeat. */
-INLINE void score(const int heads, const int is_bf16, const float *query, int64_t size, const void *keys, const void *values,
+INLINE void score(const int heads, const int how, const float *query, int64_t size, const void *keys, const void *values,
                   const int64_t *rows, int64_t num_keys, float scores[MAX_GROUP][KEYS + 16]) {
     const int step = SUMS / heads;
     for (int64_t k = 0; k < num_keys; k += step) {
@@ -34,20 +48,30 @@ INLINE void score(const int heads, const int is_bf16, const float *query, int64_
         for (int i = 0; i < SUMS; i++)
             sums[i] = v_set(0);
         for (int i = 0; i < step; i++) {
-            prefetch_row(keys, rows[min64(k + i + 16, KEYS + 15)], size, is_bf16);
-            prefetch_row(values, rows[k + i], size, is_bf16);
+            prefetch_row(keys, rows[min64(k + i + 16, KEYS + 15)], size, how != F32);
+            prefetch_row(values, rows[k + i], size, how != F32);
         }
-        for (int64_t d = 0; d < size; d += LANES) {
-            vf q[MAX_GROUP];
-#pragma GCC unroll 4
-            for (int h = 0; h < heads; h++)
-                q[h] = v_load(query + h * size + d);
+        int64_t d = 0;
+        for (; d + 2 * LANES <= size; d += 2 * LANES) {
 #pragma GCC unroll 16
             for (int i = 0; i < step; i++) {
-                vf key = load_cached(keys, rows[k + i] + d, is_bf16);
+                vf key[2];
+                load_two(keys, rows[k + i] + d, how, key);
 #pragma GCC unroll 4
                 for (int h = 0; h < heads; h++)
-                    sums[h * step + i] += q[h] * key;
+                    sums[h * step + i] += v_load(query + h * size + d) * key[0];
+#pragma GCC unroll 4
+                for (int h = 0; h < heads; h++)
+                    sums[h * step + i] += v_load(query + h * size + d + LANES) * key[1];
+            }
+        }
+        if (d < size) {
+#pragma GCC unroll 16
+            for (int i = 0; i < step; i++) {
+                vf key = load_cached(keys, rows[k + i] + d, how == PLAIN);
+#pragma GCC unroll 4
+                for (int h = 0; h < heads; h++)
+                    sums[h * step + i] += v_load(query + h * size + d) * key;
             }
         }
         float added[SUMS];
@@ -58,9 +82,10 @@ INLINE void score(const int heads, const int is_bf16, const float *query, int64_
     }
 }
 
-/* sums[head][column ..] = the weighted values. */
-INLINE void weigh(const int heads, const int nv, const int is_bf16, const float weights[MAX_GROUP][KEYS + 16], int64_t column,
+/* sums[head][column ..] = the weighted values, of `pairs` times two vectors of columns; 0: of one vector. */
+INLINE void weigh(const int heads, const int pairs, const int how, const float weights[MAX_GROUP][KEYS + 16], int64_t column,
                   const void *values, const int64_t *rows, int64_t num_keys, float sums[MAX_GROUP][MAX_HEAD_DIM]) {
+    const int nv = pairs ? 2 * pairs : 1;
     vf totals[MAX_GROUP][8];
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
@@ -68,16 +93,18 @@ INLINE void weigh(const int heads, const int nv, const int is_bf16, const float 
         for (int j = 0; j < nv; j++)
             totals[h][j] = v_set(0);
     for (int64_t k = 0; k < num_keys; k++) {
-        vf x[MAX_GROUP];
+        vf value[8];
+        if (pairs == 0)
+            value[0] = load_cached(values, rows[k] + column, how == PLAIN);
 #pragma GCC unroll 4
-        for (int h = 0; h < heads; h++)
-            x[h] = v_set(weights[h][k]);
+        for (int j = 0; j < pairs; j++)
+            load_two(values, rows[k] + column + 2 * j * LANES, how, value + 2 * j);
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) {
+            vf weight = v_set(weights[h][k]);
 #pragma GCC unroll 8
-        for (int j = 0; j < nv; j++) {
-            vf value = load_cached(values, rows[k] + column + j * LANES, is_bf16);
-#pragma GCC unroll 4
-            for (int h = 0; h < heads; h++)
-                totals[h][j] += x[h] * value;
+            for (int j = 0; j < nv; j++)
+                totals[h][j] += weight * value[j];
         }
     }
 #pragma GCC unroll 4
@@ -87,9 +114,9 @@ INLINE void weigh(const int heads, const int nv, const int is_bf16, const float 
             v_store(&sums[h][column + j * LANES], totals[h][j]);
 }
 
-INLINE void attend(const int heads, const int is_bf16, const atom_attention_args *a, const float *query, int64_t num_keys, chunk *c) {
+INLINE void attend(const int heads, const int how, const atom_attention_args *a, const float *query, int64_t num_keys, chunk *c) {
     int64_t size = a->head_dim;
-    score(heads, is_bf16, query, size, a->keys, a->values, c->rows, num_keys, c->scores);
+    score(heads, how, query, size, a->keys, a->values, c->rows, num_keys, c->scores);
     for (int h = 0; h < heads; h++) {
         float *scores = c->scores[h];
         for (int64_t k = num_keys; k < ceil_div(num_keys, LANES) * LANES; k++)
@@ -113,24 +140,39 @@ INLINE void attend(const int heads, const int is_bf16, const atom_attention_args
         }
         c->total[h] = v_sum(total);
     }
-    const int nv = SUMS / heads > 8 ? 8 : SUMS / heads;
+    const int pairs = SUMS / heads >= 8 ? 4 : SUMS / heads / 2;
     int64_t d = 0;
-    for (; d + nv * LANES <= size; d += nv * LANES)
-        weigh(heads, nv, is_bf16, c->scores, d, a->values, c->rows, num_keys, c->sums);
-    for (; d < size; d += LANES)
-        weigh(heads, 1, is_bf16, c->scores, d, a->values, c->rows, num_keys, c->sums);
+    for (; d + 2 * pairs * LANES <= size; d += 2 * pairs * LANES)
+        weigh(heads, pairs, how, c->scores, d, a->values, c->rows, num_keys, c->sums);
+    for (; d + 2 * LANES <= size; d += 2 * LANES)
+        weigh(heads, 1, how, c->scores, d, a->values, c->rows, num_keys, c->sums);
+    if (d < size)
+        weigh(heads, 0, how, c->scores, d, a->values, c->rows, num_keys, c->sums);
+}
+
+static int cache_mode(const atom_attention_args *a) {
+    return !a->cache_is_bf16 ? F32 : a->head_dim % (2 * LANES) == 0 ? PAIRS : PLAIN;
 }
 
 #define ATTEND(heads, name)                                                                                                       \
     static void __attribute__((noinline)) name(const atom_attention_args *a, const float *query, int64_t num_keys, chunk *c) {    \
-        if (a->cache_is_bf16)                                                                                                     \
-            attend(heads, 1, a, query, num_keys, c);                                                                              \
-        else                                                                                                                      \
-            attend(heads, 0, a, query, num_keys, c);                                                                              \
+        switch (cache_mode(a)) {                                                                                                  \
+        case F32: attend(heads, F32, a, query, num_keys, c); break;                                                               \
+        case PLAIN: attend(heads, PLAIN, a, query, num_keys, c); break;                                                           \
+        case PAIRS: attend(heads, PAIRS, a, query, num_keys, c); break;                                                           \
+        }                                                                                                                         \
     }
 ATTEND(4, atom_decode_heads4)
 ATTEND(2, atom_decode_heads2)
 ATTEND(1, atom_decode_heads1)
+
+void atom_decode_query(const atom_attention_args *a, const float *q, float *query) {
+    int64_t step = cache_mode(a) == PAIRS ? 2 * LANES : LANES;
+    float scale = a->scale * LOG2E;
+    for (int64_t i = 0; i < a->num_heads / a->num_kv_heads * a->head_dim; i += step)
+        for (int j = 0; j < step; j++) /* even places first */
+            query[i + (step > LANES ? j % 2 * LANES + j / 2 : j)] = q[i + j] * scale;
+}
 
 /* One head: into and from are (largest, total, sums). */
 static void merge_head(float *largest, float *total, float *sums, float other_largest, float other_total, const float *other_sums,
@@ -189,7 +231,13 @@ void atom_decode_finish(const atom_attention_args *a, const decode_state *state,
                 total += exp2f(sink - state->largest[h]);
         }
         factor /= total;
-        for (int64_t d = 0; d < size; d += LANES)
-            v_store(out + h * size + d, v_load(state->sums + h * size + d) * factor);
+        const float *sums = state->sums + h * size;
+        if (cache_mode(a) == PAIRS)
+            for (int64_t d = 0; d < size; d += 2 * LANES)
+                for (int j = 0; j < 2 * LANES; j++)
+                    out[h * size + d + j] = sums[d + j % 2 * LANES + j / 2] * factor;
+        else
+            for (int64_t d = 0; d < size; d += LANES)
+                v_store(out + h * size + d, v_load(sums + d) * factor);
     }
 }

@@ -37,6 +37,8 @@ typedef float vf __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t vi __attribute__((vector_size(4 * LANES), may_alias));
 typedef float vf_any __attribute__((vector_size(4 * LANES), may_alias, aligned(4))); /* at any address */
 
+typedef int32_t vi_any __attribute__((vector_size(4 * LANES), may_alias, aligned(2)));
+
 INLINE vf v_load(const float *p) { return *(const vf_any *)p; }
 INLINE void v_store(float *p, vf x) { *(vf_any *)p = x; }
 INLINE vf v_set(float x) { return x - (vf){}; }
@@ -140,6 +142,12 @@ INLINE vf v_load_bf16(const bf16 *p) {
         x[i] = (int32_t)((uint32_t)p[i] << 16);
     return (vf)x;
 #endif
+}
+/* 2 LANES bf16 widened, those of even and of odd places apart: half the work of keeping their order. */
+INLINE void v_load_pairs(const bf16 *p, vf *even, vf *odd) {
+    vi pairs = *(const vi_any *)p;
+    *even = (vf)(pairs << 16);
+    *odd = (vf)(pairs & (int32_t)0xffff0000);
 }
 INLINE void v_store_bf16(bf16 *p, vf x) {
     typedef uint32_t vu __attribute__((vector_size(4 * LANES), may_alias));

@@ -19,7 +19,7 @@ typedef struct {
     atom_team *team;
     int id, num_threads; /* this thread's number in the team */
     char *scratch;       /* this thread's own, 64-byte aligned, at least ATOM_SCRATCH bytes */
-    uint32_t sense;      /* of the barrier */
+    uint32_t sense, patience; /* of the barrier: passed so far, ns to spin */
 } atom_worker;
 
 #define ATOM_SCRATCH (4 << 20)
@@ -40,7 +40,7 @@ int64_t atom_next(atom_worker *worker);
 /* Memory that all threads of a run share, ATOM_SHARED bytes, 64-byte aligned; a kernel leaves nothing in it. */
 char *atom_shared(atom_worker *worker);
 #define ATOM_SHARED (8 << 20)
-/* All threads meet; the next loop starts at 0. Spins about 4,000 turns, then yields. */
+/* All threads meet; the next loop starts at 0. Spins for up to 20 us, then yields. */
 void atom_barrier(atom_worker *worker);
 
 /* ---- products (linear_*.c) ---- */

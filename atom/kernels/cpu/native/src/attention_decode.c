@@ -167,11 +167,17 @@ ATTEND(2, atom_decode_heads2)
 ATTEND(1, atom_decode_heads1)
 
 void atom_decode_query(const atom_attention_args *a, const float *q, float *query) {
-    int64_t step = cache_mode(a) == PAIRS ? 2 * LANES : LANES;
+    int64_t width = a->num_heads / a->num_kv_heads * a->head_dim;
     float scale = a->scale * LOG2E;
-    for (int64_t i = 0; i < a->num_heads / a->num_kv_heads * a->head_dim; i += step)
-        for (int j = 0; j < step; j++) /* even places first */
-            query[i + (step > LANES ? j % 2 * LANES + j / 2 : j)] = q[i + j] * scale;
+    if (cache_mode(a) == PAIRS)
+        for (int64_t i = 0; i < width; i += 2 * LANES)
+            for (int j = 0; j < LANES; j++) {
+                query[i + j] = q[i + 2 * j] * scale;
+                query[i + LANES + j] = q[i + 2 * j + 1] * scale;
+            }
+    else
+        for (int64_t i = 0; i < width; i += LANES)
+            v_store(query + i, v_load(q + i) * scale);
 }
 
 /* One head: into and from are (largest, total, sums). */
@@ -204,8 +210,12 @@ void atom_decode_span(const atom_attention_args *a, char *scratch, const float *
     for (int64_t start = low, end; start < high; start = end) {
         end = min64(high, (start / KEYS + 1) * KEYS);
         int64_t num_keys = end - start, k = 0;
-        for (; k < num_keys; k++)
-            c->rows[k] = cache_row(a, table, kv_head, start + k);
+        while (k < num_keys) { /* page by page */
+            int64_t row = cache_row(a, table, kv_head, start + k);
+            int64_t stop = min64(num_keys, k + a->block_size - (start + k) % a->block_size);
+            for (; k < stop; k++, row += size)
+                c->rows[k] = row;
+        }
         for (; k < KEYS + 16; k++)
             c->rows[k] = c->rows[num_keys - 1];
         for (int64_t h = 0, heads; h < group; h += heads) {
@@ -234,8 +244,10 @@ void atom_decode_finish(const atom_attention_args *a, const decode_state *state,
         const float *sums = state->sums + h * size;
         if (cache_mode(a) == PAIRS)
             for (int64_t d = 0; d < size; d += 2 * LANES)
-                for (int j = 0; j < 2 * LANES; j++)
-                    out[h * size + d + j] = sums[d + j % 2 * LANES + j / 2] * factor;
+                for (int j = 0; j < LANES; j++) {
+                    out[h * size + d + 2 * j] = sums[d + j] * factor;
+                    out[h * size + d + 2 * j + 1] = sums[d + LANES + j] * factor;
+                }
         else
             for (int64_t d = 0; d < size; d += LANES)
                 v_store(out + h * size + d, v_load(sums + d) * factor);

@@ -18,13 +18,17 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
 
 #define MAX_THREADS 1024
-#define BARRIER_SPINS 4000
-#define IDLE_SPINS 2000 /* 50-120 us: longer than a short gap between two calls, not worth a meter reading */
+/* In nanoseconds, since one pause takes 5 to 60 of them. A barrier that was not reached by spinning hints that threads share
+ * a core, where spinning keeps the other from coming: the next ones spin less, down to the shortest. */
+#define SPIN_LONGEST 20000
+#define SPIN_SHORTEST 1000
+#define SPIN_IDLE 30000 /* between two runs */
 #define LINE 64
 
 struct atom_team {
@@ -62,6 +66,28 @@ static inline void pause_core(void) {
 #endif
 }
 
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* Spin until *word is not `old`, no longer than `limit`; whether it changed. */
+static int spin(atomic_uint *word, uint32_t old, int64_t limit) {
+    int64_t end = 0;
+    for (int turns = 1; atomic_load_explicit(word, memory_order_acquire) == old; turns++) {
+        pause_core();
+        if (turns % 32 == 0) {
+            int64_t now = nanoseconds();
+            if (end == 0)
+                end = now + limit;
+            else if (now > end)
+                return 0;
+        }
+    }
+    return 1;
+}
+
 int64_t atom_next(atom_worker *worker) {
     return atomic_fetch_add_explicit(&worker->team->next, 1, memory_order_relaxed);
 }
@@ -82,12 +108,13 @@ void atom_barrier(atom_worker *worker) {
         atomic_store_explicit(&team->generation, left + 1, memory_order_release);
         return;
     }
-    for (int spins = 0; atomic_load_explicit(&team->generation, memory_order_acquire) == left; spins++) {
-        if (spins < BARRIER_SPINS)
-            pause_core();
-        else
-            sched_yield();
+    if (spin(&team->generation, left, worker->patience)) {
+        worker->patience = worker->patience < SPIN_LONGEST ? worker->patience + SPIN_SHORTEST / 4 : SPIN_LONGEST;
+        return;
     }
+    worker->patience = worker->patience / 2 > SPIN_SHORTEST ? worker->patience / 2 : SPIN_SHORTEST;
+    while (atomic_load_explicit(&team->generation, memory_order_acquire) == left)
+        sched_yield();
 }
 
 static char *new_memory(size_t size) {
@@ -105,9 +132,7 @@ static void *work(void *argument) {
     atom_team *team = worker->team;
     worker->scratch = new_memory(ATOM_SCRATCH); /* here, so that its pages are near this thread */
     for (uint32_t seen = 0;;) {
-        for (int spins = 0; spins < IDLE_SPINS && atomic_load_explicit(&team->job, memory_order_acquire) == seen; spins++)
-            pause_core();
-        if (atomic_load_explicit(&team->job, memory_order_acquire) == seen) {
+        if (!spin(&team->job, seen, SPIN_IDLE)) {
             pthread_mutex_lock(&team->mutex);
             atomic_fetch_add(&team->sleepers, 1); /* before the job is looked at again: see atom_run */
             while (atomic_load(&team->job) == seen)
@@ -163,13 +188,13 @@ static atom_team *start(void) {
     pthread_mutex_init(&team->mutex, NULL);
     pthread_cond_init(&team->wake, NULL);
     team->num_threads = 1;
-    team->workers[0] = (atom_worker){.team = team, .id = 0, .scratch = new_memory(ATOM_SCRATCH)};
+    team->workers[0] = (atom_worker){.team = team, .id = 0, .patience = SPIN_LONGEST, .scratch = new_memory(ATOM_SCRATCH)};
     team->shared = new_memory(ATOM_SHARED);
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads that Python knows */
     for (int i = 1; i < process.num_threads; i++) {
-        team->workers[i] = (atom_worker){.team = team, .id = i};
+        team->workers[i] = (atom_worker){.team = team, .id = i, .patience = SPIN_LONGEST};
         if (pthread_create(&team->threads[i], NULL, work, &team->workers[i]) != 0)
             break;
         if (process.is_pinned)

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from atom.kernels.cpu.native.arguments import AttentionArguments
-from atom.kernels.cpu.native.library import native_library, pointer
+from atom.kernels.cpu.native.build import TIERS, Target, build_library
+from atom.kernels.cpu.native.library import NativeLibrary, native_library, pointer
 from atom.kernels.reference.attention import paged_attention
+from atom.platforms.cpu import cpu_facts
 
 library = native_library()
 pytestmark = pytest.mark.skipif(library is None, reason="no C compiler")
@@ -146,9 +148,15 @@ def _empty(case):
     return q, cache, cache, torch.zeros(1, 1, dtype=torch.int32), None
 
 
-def test_random_batches():
+@pytest.mark.parametrize("tier", [None, *TIERS[1:3]])
+def test_random_batches(tier, monkeypatch):
+    if tier is not None:
+        if cpu_facts().machine != "x86_64" or "avx2" not in cpu_facts().flags:
+            pytest.skip(f"{tier} is no lower tier of this processor")
+        lower = NativeLibrary(build_library(Target.of(cpu_facts(), tier)), 2)
+        monkeypatch.setitem(globals(), "library", lower)
     rng = random.Random(5)
-    for seed in range(25):
+    for seed in range(25 if tier is None else 10):
         kv_heads = rng.choice([1, 2, 3])
         query_lens = [rng.choice([1, 1, 1, 3, 9, rng.randint(1, 150)]) for _ in range(rng.randint(1, 6))]
         case = Case(

@@ -41,6 +41,18 @@ class RopeArguments(ctypes.Structure):
     ]
 
 
+class RotationArguments(ctypes.Structure):
+    _fields_ = [
+        ("positions", _Pointer),
+        ("m", _Long),
+        ("inv_freq", _Pointer),
+        ("half", _Int),
+        ("factor", _Float),
+        ("cos", _Pointer),
+        ("sin", _Pointer),
+    ]
+
+
 class GatedArguments(ctypes.Structure):
     _fields_ = [
         ("x", _Pointer),

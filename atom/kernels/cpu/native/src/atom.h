@@ -111,6 +111,15 @@ typedef struct {
 void atom_rope_and_cache(atom_worker *w, const atom_rope_args *a);
 void atom_rotation(atom_worker *w, const int64_t *positions, int64_t m, const float *inv_freq, int32_t half, float factor,
                    float *cos, float *sin);
+typedef struct {
+    const int64_t *positions; /* [m] */
+    int64_t m;
+    const float *inv_freq; /* [half] */
+    int32_t half;
+    float factor;
+    float *cos, *sin; /* [m, half] */
+} atom_rotation_args;
+void atom_rotation_rows(atom_worker *w, const atom_rotation_args *a); /* the same as a body of atom_run */
 
 /* y = act(gate) * up of rows [gate n | up n]; activation: ATOM_SILU_MUL or ATOM_GELU_TANH_MUL. */
 typedef struct {

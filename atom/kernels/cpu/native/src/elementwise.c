@@ -155,6 +155,10 @@ void atom_rotation(atom_worker *w, const int64_t *positions, int64_t m, const fl
     atom_barrier(w);
 }
 
+void atom_rotation_rows(atom_worker *w, const atom_rotation_args *a) {
+    atom_rotation(w, a->positions, a->m, a->inv_freq, a->half, a->factor, a->cos, a->sin);
+}
+
 void atom_gated_activation(atom_worker *w, const atom_gated_args *a) {
     int64_t columns = ceil_div(a->n, PIECE), width = min64(a->n, PIECE);
     int64_t rows = max64(1, PIECE / max64(1, width)), pieces = ceil_div(a->m, rows) * columns;

@@ -22,7 +22,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     device_type = "cpu"
     communication_backend = "gloo"
-    attention_backends = ("cpu_paged", "reference")
+    attention_backends = ("cpu_native", "cpu_paged", "reference")
 
     def is_available(self) -> bool:
         return True

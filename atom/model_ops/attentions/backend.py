@@ -89,6 +89,7 @@ class AttentionBackend(ABC):
 
 # Where each backend lives; a platform lists the names that it prefers. Imported when first asked for.
 _BACKENDS = {
+    "cpu_native": "atom.model_ops.attentions.cpu_native:CpuNativeAttention",
     "cpu_paged": "atom.model_ops.attentions.cpu:CpuPagedAttention",
     "reference": "atom.model_ops.attentions.reference:ReferenceAttention",
     "triton": "atom.model_ops.attentions.triton:TritonAttention",

@@ -90,3 +90,30 @@ class AttentionArguments(ctypes.Structure):
         ("num_tokens", _Long),
         ("is_uniform", _Int),
     ]
+
+
+class ArgmaxArguments(ctypes.Structure):
+    _fields_ = [
+        ("x", _Pointer),
+        ("ldx", _Long),
+        ("m", _Long),
+        ("n", _Long),
+        ("ids", _Pointer),
+        ("values", _Pointer),
+    ]
+
+
+class ChooseArguments(ctypes.Structure):
+    _fields_ = [
+        ("x", _Pointer),
+        ("ldx", _Long),
+        ("m", _Long),
+        ("n", _Long),
+        ("best", _Pointer),
+        ("temperature", _Pointer),
+        ("top_p", _Pointer),
+        ("min_p", _Pointer),
+        ("uniforms", _Pointer),
+        ("top_k", _Pointer),
+        ("ids", _Pointer),
+    ]

@@ -155,4 +155,26 @@ typedef struct {
 } atom_attention_args;
 void atom_attention(atom_worker *w, const atom_attention_args *a);
 
+/* ---- sampling.c ---- */
+
+/* The best id of each row, the lowest on ties; NaN counts as the best. */
+typedef struct {
+    const float *x; /* [m, n], row stride ldx */
+    int64_t ldx, m, n;
+    int64_t *ids;
+    float *values;
+} atom_argmax_args;
+void atom_argmax_rows(atom_worker *w, const atom_argmax_args *a);
+
+/* Sampled ids [m] of logits x (finite or -inf) as kernels/reference/sampling.py's `choose`. */
+#define ATOM_MAX_VOCAB 400000 /* what a thread's scratch holds */
+typedef struct {
+    const float *x; /* [m, n], row stride ldx */
+    int64_t ldx, m, n;
+    const float *best, *temperature, *top_p, *min_p, *uniforms;
+    const int32_t *top_k; /* below 1: off */
+    int64_t *ids;
+} atom_choose_args;
+void atom_choose_rows(atom_worker *w, const atom_choose_args *a);
+
 #endif

@@ -86,6 +86,16 @@ INLINE vf v_min(vf a, vf b) {
 #endif
 }
 
+INLINE int v_any(vi mask) {
+#if defined(V512)
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(V256)
+    return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+    return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
+#endif
+}
+
 INLINE float v_sum(vf x) {
 #if defined(V512)
     return _mm512_reduce_add_ps((__m512)x);

@@ -6,6 +6,7 @@ import torch
 from atom.kernels.cpu.native.library import native_library
 from atom.kernels.cpu.native.sampling import native_argmax, native_choose
 from atom.kernels.reference import sampling as reference
+from atom.model_ops import sampler_cpu
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="no C compiler")
 
@@ -117,3 +118,14 @@ def test_rows_that_are_not_finite_yield_some_id_and_do_not_touch_others(bad):
         dirty[1] = bad
         ids = native_choose(native_library(), dirty, reference.argmax(dirty)[1], *rest)
         assert ids[0] == clean[0] and ids[2] == clean[2] and 0 <= ids[1] < 5000
+
+
+def test_the_sampler_of_the_cpu_uses_it(monkeypatch):
+    logits = torch.randn(2, 3000)
+    off, ones = torch.zeros(2), torch.ones(2)
+    calls = []
+    monkeypatch.setattr(sampler_cpu, "native_choose", lambda *a: calls.append(native_choose(*a)) or calls[-1])
+    ids = sampler_cpu.choose(logits, logits.amax(-1), ones, off.int(), ones, off, ones * 0.3)
+    assert ids is calls[0]
+    sampler_cpu.choose(logits.double(), logits.amax(-1), ones, off.int(), ones, off, ones * 0.3)
+    assert len(calls) == 1

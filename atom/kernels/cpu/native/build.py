@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from atom.errors import ConfigError
 from atom.platforms.cpu import CpuFacts, num_usable_cpus
 from atom.utils.cache_folder import private_cache_folder
 from atom.utils.compile_cache import ArtifactFolder, StaleArtifact
@@ -180,6 +179,3 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         )
     except (OSError, subprocess.SubprocessError) as error:
         return subprocess.CompletedProcess(command, 127, "", f"error: {error}")
-
-
-__all__ = ["KIND", "LIBRARY", "TIERS", "BuildError", "Compiler", "ConfigError", "Target", "build_library"]

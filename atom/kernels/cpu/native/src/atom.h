@@ -56,28 +56,80 @@ enum atom_format {
 
 enum atom_epilogue { ATOM_STORE = 0, ATOM_ADD = 1, ATOM_SILU_MUL = 2, ATOM_GELU_TANH_MUL = 3 };
 
-/* A packed weight [n, k]: y = x W^T + bias. n is padded to whole panels of 64 (padding is zero); k is a multiple of the
- * format's group. With an activation epilogue panels alternate gate, up and the output has n / 2 columns. */
+/* A packed weight [n, k]: y = x W^T + bias. n is padded to whole panels of 64 (padding is zero); k is a multiple of 32, at
+ * most 65536. With an activation epilogue panels alternate gate, up (each padded by itself) and the output has n / 2 columns.
+ * scales, sums and bias are in the order of the packed columns, and padded like them. */
 typedef struct {
     int32_t format, epilogue;
     int32_t n, k;
     const void *data;
-    const float *scales;   /* [n] where the format has one a column, else NULL */
-    const int32_t *sums;   /* [n] column sums of int8 weights, else NULL */
-    const float *bias;     /* [n] or NULL */
+    const float *scales;   /* where the format has one a column, else NULL */
+    const int32_t *sums;   /* column sums of int8 weights, else NULL */
+    const float *bias;     /* or NULL */
 } atom_weight;
+
+/* Rows' bits depend neither on m nor on the rows beside them, in any format: sums are exact integers, or one chain of
+ * fused multiply-adds over ascending k. INT8 rounds activations to 16 bits (one scale a row), INT8_A8 to 8 (one scale a row),
+ * INT4 to 8 (one scale for 32 of k). What is not finite in a row makes the row NaN. */
 
 /* y [m, ldy] = epilogue(x [m, ldx] W^T + bias); x and y do not overlap. */
 void atom_linear(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t m);
+/* The same as a body of atom_run, over rows of fp32 or bf16. */
+typedef struct {
+    const atom_weight *weight;
+    const void *x;
+    void *y;
+    int64_t ldx, ldy, m;
+    int32_t x_is_bf16, y_is_bf16;
+} atom_linear_args;
+void atom_linear_run(atom_worker *w, const atom_linear_args *a);
 /* Ids and values of the largest product of each row, the lowest id on ties, columns below n_valid only; logits are not
  * stored. soft caps do not move an arg-max and are the caller's. */
 void atom_linear_argmax(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, int64_t m, int64_t n_valid,
                         int64_t *ids, float *values);
-/* Rows ids[0..m) of the weight, widened: y [m, ldy] = scale * W[ids]. */
+typedef struct {
+    atom_linear_args product; /* y is not used */
+    int64_t n_valid;
+    int64_t *ids;
+    float *values; /* or NULL */
+} atom_argmax_args;
+void atom_linear_argmax_run(atom_worker *w, const atom_argmax_args *a);
+/* Rows ids[0..m) of the weight, widened: y [m, ldy] = scale * W[ids]; zeros for an id that is no row. Not of a gated weight. */
 void atom_gather_rows(atom_worker *w, const atom_weight *weight, const int64_t *ids, int64_t m, float scale, float *y, int64_t ldy);
-/* Expert e's rows of x are order[offsets[e] .. offsets[e + 1]): y[row] (a row a slot of order) = x[row / top_k] W_e^T. */
+typedef struct {
+    const atom_weight *weight;
+    const int64_t *ids;
+    float *y;
+    int64_t m, ldy;
+    float scale;
+} atom_gather_args;
+void atom_gather_run(atom_worker *w, const atom_gather_args *a);
+/* Expert e's rows are order[offsets[e] .. offsets[e + 1]), each row number once over all experts:
+ * y[row] = epilogue(x[row / top_k] W_e^T). An expert without rows costs nothing. */
 void atom_linear_experts(atom_worker *w, const atom_weight *experts, int64_t num_experts, const int32_t *order,
                          const int32_t *offsets, int64_t top_k, const float *x, int64_t ldx, float *y, int64_t ldy);
+typedef struct {
+    const atom_weight *experts;
+    const int32_t *order, *offsets; /* [offsets[num_experts]], [num_experts + 1] */
+    const float *x;
+    float *y;
+    int64_t num_experts, top_k, ldx, ldy;
+} atom_experts_args;
+void atom_linear_experts_run(atom_worker *w, const atom_experts_args *a);
+
+/* Pack weight [n, k] (rows of stride ld, fp32 or bf16) into data, and scales and sums where the format has them.
+ * INT8: scale = largest |value| of the row / 127, q = round(value / scale). INT4: for each 32 of a row, a bf16 scale d and
+ * q = round(value / d) + 8 in 0..15; of six scales near the extreme value / -8 the one of the smallest squared error.
+ * Gated: the first n / 2 rows are gate, the others up. */
+typedef struct {
+    const void *weight;
+    int64_t ld, n, k;
+    int32_t is_bf16, is_gated, format, unused;
+    void *data;
+    float *scales;
+    int32_t *sums;
+} atom_pack_args;
+void atom_pack_weight(atom_worker *w, const atom_pack_args *a);
 
 /* ---- elementwise.c ---- */
 

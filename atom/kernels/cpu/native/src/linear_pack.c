@@ -1,0 +1,160 @@
+/* Activations laid out for the tiles: interleaved by row, and rounded as the weight's format asks. */
+#include "linear_core.h"
+
+#include <stdlib.h>
+
+void atom_make_plan(atom_plan *plan, const atom_weight *weight, int64_t m)
+{
+    int format = weight->format, product = PRODUCT_F32, widens = 0, parts = 1, values = 1;
+    if (format == ATOM_BF16 && HAS_DOT_BF16) {
+        product = PRODUCT_BF16;
+        values = 2;
+    } else if (format == ATOM_BF16) {
+        widens = m > 2 * atom_tile_rows(PRODUCT_WIDE, 0); /* from here on a separate pass costs less than repeating it */
+        product = widens ? PRODUCT_F32 : PRODUCT_WIDE;
+    } else if (format == ATOM_INT8 || format == ATOM_INT8_A8) {
+        product = PRODUCT_U8;
+        parts = format == ATOM_INT8 ? 2 : 1;
+        values = 4;
+    } else if (format == ATOM_INT4) {
+        product = PRODUCT_INT4;
+        values = 4;
+    }
+    int few = atom_tile_rows(product, 1) / parts, many = atom_tile_rows(product, 0) / parts;
+    plan->product = product;
+    plan->format = format;
+    plan->widens = widens;
+    plan->parts = parts;
+    plan->k = weight->k;
+    plan->steps = weight->k / values;
+    plan->num_tiles = m <= few ? (m > 0) : (m + many - 1) / many;
+    plan->rows = plan->num_tiles ? (int)((m + plan->num_tiles - 1) / plan->num_tiles) : 1;
+    plan->num_tiles = (m + plan->rows - 1) / plan->rows;
+    int64_t floats = plan->steps * plan->rows * parts;
+    if (product == PRODUCT_U8) floats += plan->rows;
+    if (product == PRODUCT_INT4) floats += 2 * (plan->k / GROUP) * plan->rows;
+    plan->tile_bytes = (floats * 4 + 63) / 64 * 64;
+    plan->panel_bytes = atom_panel_offset(format, plan->k);
+}
+
+INLINE vf load_x(const void *x, int is_bf16, int64_t i)
+{
+    return is_bf16 ? widen(*(const vh_mem *)((const bf16 *)x + i)) : load_f((const float *)x + i);
+}
+
+INLINE void store_bytes(void *p, vi v) { *(vb_mem *)p = __builtin_convertvector(v, vb); }
+
+/* Largest |x|; *poison becomes NaN if one is not finite, else 0. */
+INLINE float largest(const void *x, int is_bf16, int64_t count, float *poison)
+{
+    vf best = all_f(0), bad = all_f(0);
+    for (int64_t i = 0; i < count; i += VL) {
+        vf v = load_x(x, is_bf16, i);
+        best = max_f(best, abs_f(v));
+        bad = fma_f(v, all_f(0), bad);
+    }
+    float sum = 0;
+    for (int i = 0; i < VL; i++) sum += bad[i];
+    *poison = sum;
+    return highest(best);
+}
+
+/* u8 = round(x / scale) + 128, scale = largest |x| / 127; returns the scale. */
+INLINE float round_row(const void *x, int is_bf16, int64_t k, uint8_t *out)
+{
+    float poison, best = largest(x, is_bf16, k, &poison);
+    vf inverse = all_f(best > 0 && best < 1e38f ? 127.0f / best : 0);
+    for (int64_t i = 0; i < k; i += VL) store_bytes(out + i, round_i(load_x(x, is_bf16, i) * inverse) + 128);
+    return best / 127.0f + poison;
+}
+
+/* The same with 16 bits, scale = largest |x| / (127 * 256): value = 256 (high - 128) + (low - 128). */
+INLINE float round_row_twice(const void *x, int is_bf16, int64_t k, uint8_t *high, uint8_t *low)
+{
+    float poison, best = largest(x, is_bf16, k, &poison);
+    vf inverse = all_f(best > 1e-30f && best < 1e38f ? 32512.0f / best : 0);
+    for (int64_t i = 0; i < k; i += VL) {
+        vi q = round_i(load_x(x, is_bf16, i) * inverse), upper = (q + 128) >> 8;
+        store_bytes(high + i, upper + 128);
+        store_bytes(low + i, q - (upper << 8) + 128);
+    }
+    return best / 32512.0f + poison;
+}
+
+/* s8 with a scale for every 32 values; start = -8 times their sum, which takes the offset out of 4-bit weights. */
+INLINE void round_groups(const void *x, int is_bf16, int64_t k, int8_t *out, float *scales, int32_t *starts, int stride)
+{
+    for (int64_t g = 0; g < k / GROUP; g++) {
+        const void *group = is_bf16 ? (const void *)((const bf16 *)x + g * GROUP) : (const void *)((const float *)x + g * GROUP);
+        float poison, best = largest(group, is_bf16, GROUP, &poison);
+        vf inverse = all_f(best > 1e-35f && best < 1e38f ? 127.0f / best : 0);
+        vi total = all_i(0);
+        for (int i = 0; i < GROUP; i += VL) {
+            vi q = round_i(load_x(group, is_bf16, i) * inverse);
+            total += q;
+            store_bytes(out + g * GROUP + i, q);
+        }
+        int32_t sum = 0;
+        for (int i = 0; i < VL; i++) sum += total[i];
+        scales[g * stride] = best / 127.0f + poison;
+        starts[g * stride] = -8 * sum;
+    }
+}
+
+INLINE void interleave(const uint32_t *row, int64_t steps, uint32_t *out, int64_t stride)
+{
+    if (stride == 1) {
+        memcpy(out, row, (size_t)steps * 4);
+        return;
+    }
+    for (int64_t s = 0; s < steps; s++) out[s * stride] = row[s];
+}
+
+void atom_pack_tile(const atom_plan *plan, const atom_job *job, int64_t tile, char *memory, void *row)
+{
+    const int rows = atom_tile_rows_of(plan, tile, job->m), is_bf16 = job->x_is_bf16;
+    const int64_t k = plan->k, stride = (int64_t)rows * plan->parts;
+    atom_tile_memory to = atom_tile_parts(plan, memory, rows);
+    for (int r = 0; r < rows; r++) {
+        int64_t from = atom_x_row(job, tile * plan->rows + r) * job->ldx;
+        const void *x = is_bf16 ? (const void *)((const bf16 *)job->x + from) : (const void *)((const float *)job->x + from);
+        uint32_t *main = to.main + r * plan->parts;
+        switch (plan->format) {
+        case ATOM_INT8_A8:
+            to.row_scales[r] = round_row(x, is_bf16, k, row);
+            break;
+        case ATOM_INT8: {
+            uint8_t *low = (uint8_t *)row + k;
+            to.row_scales[r] = round_row_twice(x, is_bf16, k, row, low);
+            interleave((const uint32_t *)low, plan->steps, main + 1, stride);
+            break;
+        }
+        case ATOM_INT4:
+            round_groups(x, is_bf16, k, row, to.group_scales + r, to.group_starts + r, rows);
+            break;
+        default:
+            if (plan->product == PRODUCT_BF16) {
+                for (int64_t i = 0; i < k; i += VL) *(vh_mem *)((bf16 *)row + i) = narrow(load_x(x, is_bf16, i));
+            } else if (is_bf16) {
+                for (int64_t i = 0; i < k; i += VL) store_f((float *)row + i, load_x(x, 1, i));
+            } else {
+                interleave(x, plan->steps, main, stride);
+                continue;
+            }
+        }
+        interleave(row, plan->steps, main, stride);
+    }
+}
+
+void *atom_shared(atom_worker *w, int64_t bytes)
+{
+    static void *memory; /* of the process: runs do not overlap */
+    static int64_t size;
+    if (w->id == 0 && bytes > size) {
+        free(memory);
+        if (posix_memalign(&memory, 4096, (size_t)bytes) != 0) abort(); /* bounded by SHARED_BYTES and one tile row */
+        size = bytes;
+    }
+    atom_barrier(w);
+    return memory;
+}

@@ -98,6 +98,7 @@ class PackedWeight:
     sums: torch.Tensor | None = None  # int32
     bias: torch.Tensor | None = None  # fp32
     struct: AtomWeight = field(init=False)
+    _biased: tuple[torch.Tensor, int, PackedWeight] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.struct = AtomWeight(
@@ -120,12 +121,13 @@ class PackedWeight:
     def num_bytes(self) -> int:
         return sum(t.nbytes for t in (self.data, self.scales, self.sums, self.bias) if t is not None)
 
-    def with_bias(self, bias: torch.Tensor | None) -> PackedWeight:
-        """The same panels with another ``bias [n]``."""
-        packed = None if bias is None else _packed_order(bias.float(), self.n, self.is_gated)
-        return PackedWeight(
-            self.format, self.epilogue, self.n, self.k, self.data, self.scales, self.sums, packed
-        )
+    def with_bias(self, bias: torch.Tensor) -> PackedWeight:
+        """The same panels with another ``bias [n]``; made again when that tensor was written to since."""
+        if self._biased is None or self._biased[0] is not bias or self._biased[1] != bias._version:
+            panels = (self.format, self.epilogue, self.n, self.k, self.data, self.scales, self.sums)
+            packed = _packed_order(bias.detach().float(), self.n, self.is_gated)
+            self._biased = (bias, bias._version, PackedWeight(*panels, packed))
+        return self._biased[2]
 
     def unpack(self) -> torch.Tensor:
         """The weight ``[n, k]`` that the products use, in fp32."""

@@ -6,21 +6,19 @@
 #include "linear_tile.h"
 
 #define MAX_K 65536          /* s32 sums of u8 x s8 stay below 2^31 */
-#define BLOCK_ROWS 256       /* rows whose sums stay in a thread's scratch */
-#define WIDE_STEPS 512       /* of k, widened at a time: 128 KB */
+#define BLOCK_ROWS 256
+#define BLOCK_STEPS 512      /* dwords of a row that a tile runs through before the next tile: 28 KB of 14 rows */
 #define SHARED_BYTES (64 << 20) /* of activations laid out at a time */
 
 /* Parts of a thread's scratch. Sums: two panels (gate, up) of BLOCK_ROWS rows, twice that for INT8. */
 #define SUMS_BYTES (BLOCK_ROWS * 2 * STEP_BYTES)
-#define SCRATCH_WIDE (2 * SUMS_BYTES)
-#define SCRATCH_ROW (SCRATCH_WIDE + WIDE_STEPS * STEP_BYTES)
+#define SCRATCH_ROW (2 * SUMS_BYTES)
 #define SCRATCH_TILE (SCRATCH_ROW + MAX_K * 4)
 #define PRIVATE_ROWS 4 /* so few rows each thread lays out for itself: cheaper than meeting the others */
 
 typedef struct {
     int product;        /* of atom_product */
     int format;
-    int widens;         /* bf16 weights are widened to fp32 beforehand, a block of k at a time */
     int parts;          /* dwords rows of a row: 2 for INT8, whose activations are two bytes */
     int rows;           /* of a tile; the last one may have fewer */
     int64_t k, steps;   /* dwords of a row in a part */

@@ -5,13 +5,12 @@
 
 void atom_make_plan(atom_plan *plan, const atom_weight *weight, int64_t m)
 {
-    int format = weight->format, product = PRODUCT_F32, widens = 0, parts = 1, values = 1;
+    int format = weight->format, product = PRODUCT_F32, parts = 1, values = 1;
     if (format == ATOM_BF16 && HAS_DOT_BF16) {
         product = PRODUCT_BF16;
         values = 2;
     } else if (format == ATOM_BF16) {
-        widens = m > 2 * atom_tile_rows(PRODUCT_WIDE, 0); /* from here on a separate pass costs less than repeating it */
-        product = widens ? PRODUCT_F32 : PRODUCT_WIDE;
+        product = PRODUCT_WIDE;
     } else if (format == ATOM_INT8 || format == ATOM_INT8_A8) {
         product = PRODUCT_U8;
         parts = format == ATOM_INT8 ? 2 : 1;
@@ -23,7 +22,6 @@ void atom_make_plan(atom_plan *plan, const atom_weight *weight, int64_t m)
     int few = atom_tile_rows(product, 1) / parts, many = atom_tile_rows(product, 0) / parts;
     plan->product = product;
     plan->format = format;
-    plan->widens = widens;
     plan->parts = parts;
     plan->k = weight->k;
     plan->steps = weight->k / values;

@@ -10,46 +10,28 @@
 
 #define STREAM_AHEAD 4096 /* bytes that a single pass over a panel prefetches ahead of itself */
 
-/* fp32 [count][64] from bf16 pairs [count / 2][64][2]. */
-static void widen_block(const char *from, int64_t count, float *to)
-{
-    for (int64_t s = 0; s < count / 2; s++, from += STEP_BYTES, to += 2 * PANEL) {
-        for (int c = 0; c < PANEL; c += VL) {
-            vu pair = load_u((const uint32_t *)from + c);
-            store_f(to + c, (vf)(pair << 16));
-            store_f(to + PANEL + c, (vf)(pair & 0xffff0000u));
-        }
-    }
-}
-
 /* Sums of tiles [tile, tile + count) against one panel. */
-static void multiply(atom_worker *w, const atom_plan *plan, int64_t m, char *tiles, int64_t tile, int64_t count,
+static void multiply(const atom_plan *plan, int64_t m, char *tiles, int64_t tile, int64_t count,
                      const char *panel, const char *next_panel, uint32_t *sums)
 {
     const int64_t per_tile = (int64_t)plan->rows * plan->parts * PANEL;
-    int64_t block = plan->k;
-    if (count > 1) block = plan->widens || plan->product <= PRODUCT_WIDE ? WIDE_STEPS : 4 * WIDE_STEPS;
+    const int64_t k_of_step = plan->product == PRODUCT_F32 ? 1 : plan->product <= PRODUCT_BF16 ? 2 : 4;
+    const int64_t block = count > 1 ? BLOCK_STEPS * (plan->k / plan->steps) : plan->k;
     memset(sums, 0, (size_t)(count * per_tile * 4));
     for (int64_t k = 0; k < plan->k; k += block) {
         const int64_t length = plan->k - k < block ? plan->k - k : block;
         const int64_t offset = atom_panel_offset(plan->format, k);
-        const int64_t first_step = k * plan->steps / plan->k, num_steps = length * plan->steps / plan->k;
+        const int64_t first_step = k * plan->steps / plan->k;
         const char *b = panel + offset;
-        if (plan->widens) {
-            widen_block(b, length, (float *)(w->scratch + SCRATCH_WIDE));
-            b = w->scratch + SCRATCH_WIDE;
-        }
         for (int64_t t = 0; t < count; t++) {
             const int rows = atom_tile_rows_of(plan, tile + t, m);
             atom_tile_memory memory = atom_tile_parts(plan, tiles + (tile + t) * plan->tile_bytes, rows);
             atom_tile arguments = {
                 .a = memory.main + first_step * rows * plan->parts,
                 .b = b,
-                .steps = plan->product == PRODUCT_WIDE ? num_steps / 2 : num_steps,
+                .steps = length / k_of_step,
                 .c = sums + t * per_tile,
-                .ahead = t > 0 || plan->widens ? NULL : count == 1 && rows <= 4 ? b + STREAM_AHEAD
-                                                    : next_panel               ? next_panel + offset
-                                                                               : NULL,
+                .ahead = t > 0 ? NULL : count == 1 && rows <= 4 ? b + STREAM_AHEAD : next_panel ? next_panel + offset : NULL,
                 .group_scales = memory.group_scales + k / GROUP * rows,
                 .group_starts = memory.group_starts + k / GROUP * rows,
             };
@@ -70,7 +52,7 @@ static void run_piece(atom_worker *w, const atom_plan *plan, const atom_job *job
             const int64_t index = u * panels + i;
             const char *panel = (const char *)job->weight->data + index * plan->panel_bytes;
             const char *next = index + 1 < total ? panel + plan->panel_bytes : NULL;
-            multiply(w, plan, job->m, tiles, tile, count, panel, next, sums[i]);
+            multiply(plan, job->m, tiles, tile, count, panel, next, sums[i]);
         }
         for (int64_t t = 0; t < count; t++) {
             const int rows = atom_tile_rows_of(plan, tile + t, job->m);

@@ -10,11 +10,12 @@
 #define BLOCK_STEPS 512      /* dwords of a row that a tile runs through before the next tile: 28 KB of 14 rows */
 #define SHARED_BYTES (64 << 20) /* of activations laid out at a time */
 
+#define PRIVATE_ROWS 4 /* so few rows each thread lays out for itself: cheaper than meeting the others */
+
 /* Parts of a thread's scratch. Sums: two panels (gate, up) of BLOCK_ROWS rows, twice that for INT8. */
 #define SUMS_BYTES (BLOCK_ROWS * 2 * STEP_BYTES)
-#define SCRATCH_ROW (2 * SUMS_BYTES)
-#define SCRATCH_TILE (SCRATCH_ROW + MAX_K * 4)
-#define PRIVATE_ROWS 4 /* so few rows each thread lays out for itself: cheaper than meeting the others */
+#define SCRATCH_ROOM (2 * SUMS_BYTES)
+#define SCRATCH_TILE (SCRATCH_ROOM + PRIVATE_ROWS * MAX_K * 4)
 
 typedef struct {
     int product;        /* of atom_product */
@@ -88,8 +89,8 @@ INLINE atom_tile_memory atom_tile_parts(const atom_plan *plan, char *tile, int r
     return parts;
 }
 
-/* Lay out rows of x as tile number `tile` in memory; row: k floats of room. */
-void atom_pack_tile(const atom_plan *plan, const atom_job *job, int64_t tile, char *memory, void *row);
+/* Lay out rows of x as tile number `tile` in memory; room: the tile's dwords once more. */
+void atom_pack_tile(const atom_plan *plan, const atom_job *job, int64_t tile, char *memory, uint32_t *room);
 
 /* Turn sums [rows * parts][64] of rows [first, first + rows) of the job, unit `unit`, into y or into best. */
 void atom_finish(const atom_plan *plan, const atom_job *job, int64_t unit, int64_t first, int rows,

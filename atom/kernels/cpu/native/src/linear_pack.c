@@ -99,49 +99,74 @@ INLINE void round_groups(const void *x, int is_bf16, int64_t k, int8_t *out, flo
     }
 }
 
-INLINE void interleave(const uint32_t *row, int64_t steps, uint32_t *out, int64_t stride)
+/* Column by column: out[s * count + r] = rows[r][s] for s < steps. */
+static void interleave(const uint32_t *rows, int64_t ld, int count, int64_t steps, uint32_t *out)
 {
-    if (stride == 1) {
-        memcpy(out, row, (size_t)steps * 4);
+    int64_t s = 0;
+    if (count == 1) {
+        memcpy(out, rows, (size_t)steps * 4);
         return;
     }
-    for (int64_t s = 0; s < steps; s++) out[s * stride] = row[s];
+#if VL == 16
+    /* 16 x 16 at a time. Each column is stored whole; what it writes beyond `count` rows the next column overwrites, so the
+     * last block, which has no room behind it, is left to the loop below. */
+    for (; (steps - s - 15) * count >= 16; s += 16) {
+        __m512i row[16], pair[16];
+        for (int r = 0; r < 16; r++) row[r] = _mm512_loadu_si512(rows + (r < count ? r : count - 1) * ld + s);
+        for (int r = 0; r < 16; r += 2) {
+            pair[r] = _mm512_unpacklo_epi32(row[r], row[r + 1]);
+            pair[r + 1] = _mm512_unpackhi_epi32(row[r], row[r + 1]);
+        }
+        for (int r = 0; r < 16; r += 4) {
+            row[r] = _mm512_unpacklo_epi64(pair[r], pair[r + 2]);
+            row[r + 1] = _mm512_unpackhi_epi64(pair[r], pair[r + 2]);
+            row[r + 2] = _mm512_unpacklo_epi64(pair[r + 1], pair[r + 3]);
+            row[r + 3] = _mm512_unpackhi_epi64(pair[r + 1], pair[r + 3]);
+        }
+        /* row[4 q + c] holds columns c, 4 + c, 8 + c, 12 + c of rows 4 q ... 4 q + 3. */
+        for (int c = 0; c < 4; c++) {
+            __m512i low = _mm512_shuffle_i32x4(row[c], row[4 + c], 0x44), high = _mm512_shuffle_i32x4(row[c], row[4 + c], 0xee);
+            __m512i low2 = _mm512_shuffle_i32x4(row[8 + c], row[12 + c], 0x44);
+            __m512i high2 = _mm512_shuffle_i32x4(row[8 + c], row[12 + c], 0xee);
+            pair[c] = _mm512_shuffle_i32x4(low, low2, 0x88);
+            pair[4 + c] = _mm512_shuffle_i32x4(low, low2, 0xdd);
+            pair[8 + c] = _mm512_shuffle_i32x4(high, high2, 0x88);
+            pair[12 + c] = _mm512_shuffle_i32x4(high, high2, 0xdd);
+        }
+        for (int c = 0; c < 16; c++) _mm512_storeu_si512(out + (s + c) * count, pair[c]);
+    }
+#endif
+    for (; s < steps; s++)
+        for (int r = 0; r < count; r++) out[s * count + r] = rows[r * ld + s];
 }
 
-void atom_pack_tile(const atom_plan *plan, const atom_job *job, int64_t tile, char *memory, void *row)
+void atom_pack_tile(const atom_plan *plan, const atom_job *job, int64_t tile, char *memory, uint32_t *room)
 {
     const int rows = atom_tile_rows_of(plan, tile, job->m), is_bf16 = job->x_is_bf16;
-    const int64_t k = plan->k, stride = (int64_t)rows * plan->parts;
+    const int64_t k = plan->k, steps = plan->steps;
     atom_tile_memory to = atom_tile_parts(plan, memory, rows);
     for (int r = 0; r < rows; r++) {
         int64_t from = atom_x_row(job, tile * plan->rows + r) * job->ldx;
         const void *x = is_bf16 ? (const void *)((const bf16 *)job->x + from) : (const void *)((const float *)job->x + from);
-        uint32_t *main = to.main + r * plan->parts;
+        uint32_t *row = room + r * plan->parts * steps;
         switch (plan->format) {
         case ATOM_INT8_A8:
-            to.row_scales[r] = round_row(x, is_bf16, k, row);
+            to.row_scales[r] = round_row(x, is_bf16, k, (uint8_t *)row);
             break;
-        case ATOM_INT8: {
-            uint8_t *low = (uint8_t *)row + k;
-            to.row_scales[r] = round_row_twice(x, is_bf16, k, row, low);
-            interleave((const uint32_t *)low, plan->steps, main + 1, stride);
+        case ATOM_INT8:
+            to.row_scales[r] = round_row_twice(x, is_bf16, k, (uint8_t *)row, (uint8_t *)(row + steps));
             break;
-        }
         case ATOM_INT4:
-            round_groups(x, is_bf16, k, row, to.group_scales + r, to.group_starts + r, rows);
+            round_groups(x, is_bf16, k, (int8_t *)row, to.group_scales + r, to.group_starts + r, rows);
             break;
         default:
-            if (plan->product == PRODUCT_BF16) {
+            if (plan->product == PRODUCT_BF16)
                 for (int64_t i = 0; i < k; i += VL) *(vh_mem *)((bf16 *)row + i) = narrow(load_x(x, is_bf16, i));
-            } else if (is_bf16) {
-                for (int64_t i = 0; i < k; i += VL) store_f((float *)row + i, load_x(x, 1, i));
-            } else {
-                interleave(x, plan->steps, main, stride);
-                continue;
-            }
+            else
+                for (int64_t i = 0; i < k; i += VL) store_f((float *)row + i, load_x(x, is_bf16, i));
         }
-        interleave(row, plan->steps, main, stride);
     }
+    interleave(room, steps, rows * plan->parts, steps, to.main);
 }
 
 void *atom_shared(atom_worker *w, int64_t bytes)

@@ -99,7 +99,7 @@ static void run_few(atom_worker *w, const atom_job *job)
     atom_make_plan(&plan, job->weight, job->m);
     char *tiles = w->scratch + SCRATCH_TILE;
     for (int64_t t = 0; t < plan.num_tiles; t++)
-        atom_pack_tile(&plan, job, t, tiles + t * plan.tile_bytes, w->scratch + SCRATCH_ROW);
+        atom_pack_tile(&plan, job, t, tiles + t * plan.tile_bytes, (uint32_t *)(w->scratch + SCRATCH_ROOM));
     const cut c = cut_job(w, &plan, job);
     for (int64_t piece; (piece = atom_next(w)) < c.num_groups * c.num_blocks;) run_cut(w, &plan, job, tiles, &c, piece);
 }
@@ -142,7 +142,7 @@ static void run_many(atom_worker *w, const atom_job *job, const int32_t *offsets
                     if (is_product)
                         run_cut(w, &plan, &one, tiles, &c, piece);
                     else
-                        atom_pack_tile(&plan, &one, piece, tiles + piece * plan.tile_bytes, w->scratch + SCRATCH_ROW);
+                        atom_pack_tile(&plan, &one, piece, tiles + piece * plan.tile_bytes, (uint32_t *)(w->scratch + SCRATCH_ROOM));
                 }
                 index += pieces;
                 tiles += plan.num_tiles * plan.tile_bytes;

@@ -8,7 +8,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define STREAM_AHEAD 4096 /* bytes that a single pass over a panel prefetches ahead of itself */
+#define STREAM_AHEAD 4096  /* bytes that a single pass over a panel prefetches ahead of itself */
+#define MAX_AHEAD_TILES 16 /* with more, reading a panel takes no time beside its products */
 
 /* Sums of tiles [tile, tile + count) against one panel. */
 static void multiply(const atom_plan *plan, int64_t m, char *tiles, int64_t tile, int64_t count,
@@ -23,35 +24,48 @@ static void multiply(const atom_plan *plan, int64_t m, char *tiles, int64_t tile
         const int64_t offset = atom_panel_offset(plan->format, k);
         const int64_t first_step = k * plan->steps / plan->k;
         const char *b = panel + offset;
+        const int is_int4 = plan->product == PRODUCT_INT4;
+        const int64_t turns = is_int4 ? length / 8 : length / k_of_step; /* of a tile's inner loop */
+        const int64_t passes = atom_tile_passes(plan->product, plan->rows * plan->parts);
+        const int64_t bytes = is_int4 ? GROUP_BYTES / 4 : STEP_BYTES; /* of the panel a turn */
         for (int64_t t = 0; t < count; t++) {
             const int rows = atom_tile_rows_of(plan, tile + t, m);
+            const int64_t ahead_step = (bytes + passes * count - 1) / (passes * count);
             atom_tile_memory memory = atom_tile_parts(plan, tiles + (tile + t) * plan->tile_bytes, rows);
             atom_tile arguments = {
                 .a = memory.main + first_step * rows * plan->parts,
                 .b = b,
                 .steps = length / k_of_step,
                 .c = sums + t * per_tile,
-                .ahead = t > 0 ? NULL : count == 1 && rows <= 4 ? b + STREAM_AHEAD : next_panel ? next_panel + offset : NULL,
                 .group_scales = memory.group_scales + k / GROUP * rows,
                 .group_starts = memory.group_starts + k / GROUP * rows,
             };
+            if (count == 1 && rows <= PRIVATE_ROWS) {
+                arguments.ahead = b + STREAM_AHEAD;
+                arguments.ahead_step = ahead_step;
+            } else if (next_panel && count <= MAX_AHEAD_TILES) { /* all of the next panel, spread over the tiles */
+                arguments.ahead = next_panel + offset + t * passes * turns * ahead_step;
+                arguments.ahead_step = ahead_step;
+            } else {
+                arguments.ahead = b;
+            }
             atom_tile_for(plan->product, rows * plan->parts)(&arguments);
         }
     }
 }
 
-/* One piece: rows of tiles [tile, tile + count) against units [unit, unit + num_units). */
+/* One piece: rows of tiles [tile, tile + count) against units [unit, unit + num_units); next_unit comes after them. */
 static void run_piece(atom_worker *w, const atom_plan *plan, const atom_job *job, char *tiles, int64_t tile, int64_t count,
-                      int64_t unit, int64_t num_units)
+                      int64_t unit, int64_t num_units, int64_t next_unit)
 {
     const int panels = atom_is_gated(job->weight) ? 2 : 1;
-    const int64_t total = atom_num_panels(job->weight);
+    const char *const data = job->weight->data;
     uint32_t *sums[2] = {(uint32_t *)w->scratch, (uint32_t *)(w->scratch + SUMS_BYTES)};
     for (int64_t u = unit; u < unit + num_units; u++) {
         for (int i = 0; i < panels; i++) {
-            const int64_t index = u * panels + i;
-            const char *panel = (const char *)job->weight->data + index * plan->panel_bytes;
-            const char *next = index + 1 < total ? panel + plan->panel_bytes : NULL;
+            const char *panel = data + (u * panels + i) * plan->panel_bytes, *next = panel + plan->panel_bytes;
+            if (i + 1 == panels && u + 1 == unit + num_units)
+                next = next_unit < 0 ? NULL : data + next_unit * panels * plan->panel_bytes;
             multiply(plan, job->m, tiles, tile, count, panel, next, sums[i]);
         }
         for (int64_t t = 0; t < count; t++) {
@@ -84,12 +98,14 @@ static cut cut_job(const atom_worker *w, const atom_plan *plan, const atom_job *
     return c;
 }
 
-static void run_cut(atom_worker *w, const atom_plan *plan, const atom_job *job, char *tiles, const cut *c, int64_t piece)
+static void run_cut(atom_worker *w, const atom_plan *plan, const atom_job *job, char *tiles, const cut *c, int64_t piece,
+                    int64_t next_piece)
 {
     const int64_t unit = piece / c->num_blocks * c->piece_units, tile = piece % c->num_blocks * c->block_tiles;
     const int64_t units = c->num_units - unit, count = plan->num_tiles - tile;
+    const int64_t next_unit = next_piece < c->num_groups * c->num_blocks ? next_piece / c->num_blocks * c->piece_units : -1;
     run_piece(w, plan, job, tiles, tile, count < c->block_tiles ? count : c->block_tiles, unit,
-              units < c->piece_units ? units : c->piece_units);
+              units < c->piece_units ? units : c->piece_units, next_unit);
 }
 
 /* All of a job whose rows each thread lays out for itself; ends without a barrier. */
@@ -101,7 +117,10 @@ static void run_few(atom_worker *w, const atom_job *job)
     for (int64_t t = 0; t < plan.num_tiles; t++)
         atom_pack_tile(&plan, job, t, tiles + t * plan.tile_bytes, (uint32_t *)(w->scratch + SCRATCH_ROOM));
     const cut c = cut_job(w, &plan, job);
-    for (int64_t piece; (piece = atom_next(w)) < c.num_groups * c.num_blocks;) run_cut(w, &plan, job, tiles, &c, piece);
+    for (int64_t next, piece = atom_next(w); piece < c.num_groups * c.num_blocks; piece = next) {
+        next = atom_next(w); /* early: its first panel is prefetched */
+        run_cut(w, &plan, job, tiles, &c, piece, next);
+    }
 }
 
 /* Jobs `job` with weight + e and rows order[offsets[e] .. offsets[e + 1]) for e in [0, count); offsets NULL: one whole job. */
@@ -137,10 +156,11 @@ static void run_many(atom_worker *w, const atom_job *job, const int32_t *offsets
                 atom_make_plan(&plan, one.weight, one.m);
                 const cut c = cut_job(w, &plan, &one);
                 const int64_t pieces = is_product ? c.num_groups * c.num_blocks : plan.num_tiles;
-                for (; drawn < index + pieces; drawn = atom_next(w)) {
-                    int64_t piece = drawn - index;
+                for (int64_t next; drawn < index + pieces; drawn = next) {
+                    const int64_t piece = drawn - index;
+                    next = atom_next(w);
                     if (is_product)
-                        run_cut(w, &plan, &one, tiles, &c, piece);
+                        run_cut(w, &plan, &one, tiles, &c, piece, next - index);
                     else
                         atom_pack_tile(&plan, &one, piece, tiles + piece * plan.tile_bytes, (uint32_t *)(w->scratch + SCRATCH_ROOM));
                 }

@@ -30,7 +30,8 @@ typedef struct {
     const char *b;      /* the panel, at its first step */
     int64_t steps;      /* PRODUCT_INT4: eight a group */
     uint32_t *c;        /* [rows][64] sums, added to */
-    const char *ahead;  /* prefetched, as much of it as b is long; NULL: nothing */
+    const char *ahead;  /* prefetched into the second cache, */
+    int64_t ahead_step; /* so many bytes a step (INT4: half a step) of each pass over a part of the columns */
     const float *group_scales;   /* [steps / 8][rows], PRODUCT_INT4 */
     const int32_t *group_starts; /* [steps / 8][rows]: -8 times the sum of the group's activations */
 } atom_tile;
@@ -41,6 +42,8 @@ typedef void (*atom_tile_function)(const atom_tile *tile);
 atom_tile_function atom_tile_for(int product, int rows);
 /* Rows that a tile may have: few, where all four quarters of a panel are accumulated at once, or many. */
 int atom_tile_rows(int product, int is_few);
+/* Passes that a tile of `rows` rows makes over a panel, each over a part of the columns. */
+int atom_tile_passes(int product, int rows);
 
 INLINE void prefetch(const char *p) { __builtin_prefetch(p, 0, 2); }
 
@@ -48,8 +51,8 @@ INLINE void prefetch(const char *p) { __builtin_prefetch(p, 0, 2); }
 INLINE void tile_body(const int product, const int rows, const int width, const atom_tile *t)
 {
     const int lines = width * VL * 4 / 64 > 0 ? width * VL * 4 / 64 : 1;
-    const char *ahead = t->ahead ? t->ahead : t->b;
-    const int64_t stride = t->ahead ? lines * 64 : 0, steps = t->steps;
+    const char *ahead = t->ahead;
+    const int64_t ahead_step = t->ahead_step, second_line = ahead_step > 64 ? 64 : 0, steps = t->steps;
     const uint32_t *const first_a = t->a, *const first_b = (const uint32_t *)t->b;
     uint32_t *const sums = t->c;
     for (int col = 0; col < PANEL; col += width * VL) {
@@ -63,8 +66,8 @@ INLINE void tile_body(const int product, const int rows, const int width, const 
         do { /* at least one step */
             vu w[4], half[4];
 #pragma GCC unroll 4
-            for (int i = 0; i < lines; i++) prefetch(ahead + i * 64);
-            ahead += stride;
+            for (int i = 0; i < lines; i++) prefetch(ahead + (i == 1 ? second_line : i * 64));
+            ahead += ahead_step;
 #pragma GCC unroll 4
             for (int c = 0; c < width; c++) {
                 w[c] = load_u(b + c * VL);
@@ -108,16 +111,16 @@ INLINE void tile_body(const int product, const int rows, const int width, const 
 /* The same for INT4: an integer chain over each group, then one fused multiply-add with the two scales. */
 INLINE void tile_int4_body(const int rows, const int width, const atom_tile *t)
 {
-    const int lines = width * VL * 4 / 64 > 0 ? width * VL * 4 / 64 : 1;
-    const int64_t num_groups = t->steps / 8, stride = t->ahead ? STEP_BYTES : 0;
-    const char *const first_group = t->b, *const first_ahead = t->ahead ? t->ahead : t->b;
+    const int lines = width * VL * 4 / 64 + 1;
+    const int64_t num_groups = t->steps / 8, ahead_step = t->ahead_step;
+    const char *ahead = t->ahead, *const first_group = t->b;
     const uint32_t *const first_a = t->a;
     const float *const first_scale = t->group_scales;
     const int32_t *const first_start = t->group_starts;
     float *const sums = (float *)t->c;
     for (int col = 0; col < PANEL; col += width * VL) {
         const uint32_t *a = first_a;
-        const char *group = first_group, *ahead = first_ahead + col * 4;
+        const char *group = first_group;
         const float *group_scales = first_scale;
         const int32_t *group_starts = first_start;
         vf sum[MAX_TILE_ROWS][4];
@@ -137,7 +140,7 @@ INLINE void tile_int4_body(const int rows, const int width, const atom_tile *t)
                 vu w[4];
 #pragma GCC unroll 4
                 for (int i = 0; i < lines; i++) prefetch(ahead + i * 64);
-                ahead += stride;
+                ahead += ahead_step;
 #pragma GCC unroll 4
                 for (int c = 0; c < width; c++) w[c] = load_u(nibbles + c * VL) & 0x0f0f0f0fu;
 #pragma GCC unroll 16
@@ -157,7 +160,6 @@ INLINE void tile_int4_body(const int rows, const int width, const atom_tile *t)
                 a += rows;
                 nibbles += PANEL;
             }
-            ahead += stride / 2;
             const uint16_t *scales = (const uint16_t *)group + col;
 #pragma GCC unroll 4
             for (int c = 0; c < width; c++) {

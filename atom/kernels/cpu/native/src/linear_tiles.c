@@ -92,6 +92,8 @@ static const int many_rows[NUM_PRODUCTS] = {MANY_F32, MANY_WIDE, MANY_U8, MANY_U
 
 int atom_tile_rows(int product, int is_few) { return is_few ? few_rows[product] : many_rows[product]; }
 
+int atom_tile_passes(int product, int rows) { return PANEL / (VL * (rows <= few_rows[product] ? 4 : 2)); }
+
 atom_tile_function atom_tile_for(int product, int rows)
 {
     return rows < 1 || rows > many_rows[product] ? NULL : tiles[product][rows - 1];

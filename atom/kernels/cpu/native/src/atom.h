@@ -92,8 +92,8 @@ typedef struct {
     int64_t n_valid;
     int64_t *ids;
     float *values; /* or NULL */
-} atom_argmax_args;
-void atom_linear_argmax_run(atom_worker *w, const atom_argmax_args *a);
+} atom_linear_argmax_args;
+void atom_linear_argmax_run(atom_worker *w, const atom_linear_argmax_args *a);
 /* Rows ids[0..m) of the weight, widened: y [m, ldy] = scale * W[ids]; zeros for an id that is no row. Not of a gated weight. */
 void atom_gather_rows(atom_worker *w, const atom_weight *weight, const int64_t *ids, int64_t m, float scale, float *y, int64_t ldy);
 typedef struct {

@@ -58,14 +58,12 @@ INLINE int64_t atom_y_row(const atom_job *job, int64_t i) { return job->order ? 
 
 INLINE int atom_is_gated(const atom_weight *w) { return w->epilogue == ATOM_SILU_MUL || w->epilogue == ATOM_GELU_TANH_MUL; }
 /* Panels of a weight; a gated one has as many of gate as of up. */
-INLINE int64_t atom_num_panels(const atom_weight *w)
-{
+INLINE int64_t atom_num_panels(const atom_weight *w) {
     return atom_is_gated(w) ? 2 * ((w->n / 2 + PANEL - 1) / PANEL) : (w->n + PANEL - 1) / PANEL;
 }
 
 /* Bytes from a panel's start to column k of the weight. */
-INLINE int64_t atom_panel_offset(int format, int64_t k)
-{
+INLINE int64_t atom_panel_offset(int format, int64_t k) {
     switch (format) {
     case ATOM_BF16: return k * PANEL * 2;
     case ATOM_INT4: return k / GROUP * GROUP_BYTES;
@@ -75,13 +73,11 @@ INLINE int64_t atom_panel_offset(int format, int64_t k)
 }
 
 void atom_make_plan(atom_plan *plan, const atom_weight *weight, int64_t m);
-INLINE int atom_tile_rows_of(const atom_plan *plan, int64_t tile, int64_t m)
-{
+INLINE int atom_tile_rows_of(const atom_plan *plan, int64_t tile, int64_t m) {
     int64_t left = m - tile * plan->rows;
     return left < plan->rows ? (int)left : plan->rows;
 }
-INLINE atom_tile_memory atom_tile_parts(const atom_plan *plan, char *tile, int rows)
-{
+INLINE atom_tile_memory atom_tile_parts(const atom_plan *plan, char *tile, int rows) {
     atom_tile_memory parts = {.main = (uint32_t *)tile};
     char *behind = tile + plan->steps * rows * plan->parts * 4;
     parts.row_scales = parts.group_scales = (float *)behind;
@@ -96,7 +92,7 @@ void atom_pack_tile(const atom_plan *plan, const atom_job *job, int64_t tile, ch
 void atom_finish(const atom_plan *plan, const atom_job *job, int64_t unit, int64_t first, int rows,
                  const float *row_scales, const uint32_t *sums, const uint32_t *up_sums);
 
-/* Memory that all threads share until the kernel ends: every thread calls it, behind a barrier or first; it is one. */
-void *atom_shared(atom_worker *w, int64_t bytes);
+/* Memory that all threads share until the kernel ends, larger than atom_shared: every thread calls it; it is a barrier. */
+void *atom_layout_memory(atom_worker *w, int64_t bytes);
 
 #endif

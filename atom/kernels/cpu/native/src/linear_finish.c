@@ -10,8 +10,7 @@ typedef struct {
 } columns;
 
 /* The panel's 64 products of one row. */
-INLINE columns values_of(const atom_plan *plan, const atom_weight *weight, int64_t panel, float row_scale, const uint32_t *sums)
-{
+INLINE columns values_of(const atom_plan *plan, const atom_weight *weight, int64_t panel, float row_scale, const uint32_t *sums) {
     columns out;
     for (int c = 0; c < VECTORS; c++) {
         const int64_t col = panel * PANEL + c * VL;
@@ -34,14 +33,12 @@ INLINE columns values_of(const atom_plan *plan, const atom_weight *weight, int64
 INLINE vf silu(vf x) { return x / (all_f(1) + exp_f(-x)); }
 
 /* x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as x times the logistic function of twice the argument. */
-INLINE vf gelu_tanh(vf x)
-{
+INLINE vf gelu_tanh(vf x) {
     vf inner = x * fma_f(x * x, all_f(0.044715f * 0.7978845608f), all_f(0.7978845608f));
     return x / (all_f(1) + exp_f(inner * all_f(-2)));
 }
 
-INLINE void store_row(const atom_job *job, int64_t row, int64_t col, int64_t num_columns, int adds, columns v)
-{
+INLINE void store_row(const atom_job *job, int64_t row, int64_t col, int64_t num_columns, int adds, columns v) {
     if (num_columns >= PANEL && !job->y_is_bf16) {
         float *y = (float *)job->y + row * job->ldy + col;
         for (int c = 0; c < VECTORS; c++) store_f(y + c * VL, adds ? load_f(y + c * VL) + v.v[c] : v.v[c]);
@@ -70,8 +67,7 @@ INLINE void store_row(const atom_job *job, int64_t row, int64_t col, int64_t num
 }
 
 /* Keep the panel's largest value if it beats the row's; panels come in ascending order, so a tie keeps the lower id. */
-INLINE void update_best(atom_best *best, int64_t first, int64_t n_valid, columns v)
-{
+INLINE void update_best(atom_best *best, int64_t first, int64_t n_valid, columns v) {
     if (first >= n_valid) return;
     if (first + PANEL <= n_valid) {
         vf top = v.v[0];
@@ -89,8 +85,7 @@ INLINE void update_best(atom_best *best, int64_t first, int64_t n_valid, columns
 }
 
 void atom_finish(const atom_plan *plan, const atom_job *job, int64_t unit, int64_t first, int rows,
-                 const float *row_scales, const uint32_t *sums, const uint32_t *up_sums)
-{
+                 const float *row_scales, const uint32_t *sums, const uint32_t *up_sums) {
     const atom_weight *weight = job->weight;
     const int is_gated = atom_is_gated(weight);
     const int64_t stride = (int64_t)plan->parts * PANEL, col = unit * PANEL;

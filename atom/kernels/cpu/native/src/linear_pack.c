@@ -3,8 +3,7 @@
 
 #include <stdlib.h>
 
-void atom_make_plan(atom_plan *plan, const atom_weight *weight, int64_t m)
-{
+void atom_make_plan(atom_plan *plan, const atom_weight *weight, int64_t m) {
     int format = weight->format, product = PRODUCT_F32, parts = 1, values = 1;
     if (format == ATOM_BF16 && HAS_DOT_BF16) {
         product = PRODUCT_BF16;
@@ -35,31 +34,26 @@ void atom_make_plan(atom_plan *plan, const atom_weight *weight, int64_t m)
     plan->panel_bytes = atom_panel_offset(format, plan->k);
 }
 
-INLINE vf load_x(const void *x, int is_bf16, int64_t i)
-{
+INLINE vf load_x(const void *x, int is_bf16, int64_t i) {
     return is_bf16 ? widen(*(const vh_mem *)((const bf16 *)x + i)) : load_f((const float *)x + i);
 }
 
 INLINE void store_bytes(void *p, vi v) { *(vb_mem *)p = __builtin_convertvector(v, vb); }
 
 /* Largest |x|; *poison becomes NaN if one is not finite, else 0. */
-INLINE float largest(const void *x, int is_bf16, int64_t count, float *poison)
-{
+INLINE float largest(const void *x, int is_bf16, int64_t count, float *poison) {
     vf best = all_f(0), bad = all_f(0);
     for (int64_t i = 0; i < count; i += VL) {
         vf v = load_x(x, is_bf16, i);
         best = max_f(best, abs_f(v));
         bad = fma_f(v, all_f(0), bad);
     }
-    float sum = 0;
-    for (int i = 0; i < VL; i++) sum += bad[i];
-    *poison = sum;
+    *poison = total(bad);
     return highest(best);
 }
 
 /* u8 = round(x / scale) + 128, scale = largest |x| / 127; returns the scale. */
-INLINE float round_row(const void *x, int is_bf16, int64_t k, uint8_t *out)
-{
+INLINE float round_row(const void *x, int is_bf16, int64_t k, uint8_t *out) {
     float poison, best = largest(x, is_bf16, k, &poison);
     vf inverse = all_f(best > 0 && best < 1e38f ? 127.0f / best : 0);
     for (int64_t i = 0; i < k; i += VL) store_bytes(out + i, round_i(load_x(x, is_bf16, i) * inverse) + 128);
@@ -67,8 +61,7 @@ INLINE float round_row(const void *x, int is_bf16, int64_t k, uint8_t *out)
 }
 
 /* The same with 16 bits, scale = largest |x| / (127 * 256): value = 256 (high - 128) + (low - 128). */
-INLINE float round_row_twice(const void *x, int is_bf16, int64_t k, uint8_t *high, uint8_t *low)
-{
+INLINE float round_row_twice(const void *x, int is_bf16, int64_t k, uint8_t *high, uint8_t *low) {
     float poison, best = largest(x, is_bf16, k, &poison);
     vf inverse = all_f(best > 1e-30f && best < 1e38f ? 32512.0f / best : 0);
     for (int64_t i = 0; i < k; i += VL) {
@@ -80,28 +73,26 @@ INLINE float round_row_twice(const void *x, int is_bf16, int64_t k, uint8_t *hig
 }
 
 /* s8 with a scale for every 32 values; start = -8 times their sum, which takes the offset out of 4-bit weights. */
-INLINE void round_groups(const void *x, int is_bf16, int64_t k, int8_t *out, float *scales, int32_t *starts, int stride)
-{
+INLINE void round_groups(const void *x, int is_bf16, int64_t k, int8_t *out, float *scales, int32_t *starts, int stride) {
     for (int64_t g = 0; g < k / GROUP; g++) {
         const void *group = is_bf16 ? (const void *)((const bf16 *)x + g * GROUP) : (const void *)((const float *)x + g * GROUP);
         float poison, best = largest(group, is_bf16, GROUP, &poison);
         vf inverse = all_f(best > 1e-35f && best < 1e38f ? 127.0f / best : 0);
-        vi total = all_i(0);
+        vi quads = all_i(0);
         for (int i = 0; i < GROUP; i += VL) {
             vi q = round_i(load_x(group, is_bf16, i) * inverse);
-            total += q;
+            quads += q;
             store_bytes(out + g * GROUP + i, q);
         }
         int32_t sum = 0;
-        for (int i = 0; i < VL; i++) sum += total[i];
+        for (int i = 0; i < VL; i++) sum += quads[i];
         scales[g * stride] = best / 127.0f + poison;
         starts[g * stride] = -8 * sum;
     }
 }
 
 /* Column by column: out[s * count + r] = rows[r][s] for s < steps. */
-static void interleave(const uint32_t *rows, int64_t ld, int count, int64_t steps, uint32_t *out)
-{
+static void interleave(const uint32_t *rows, int64_t ld, int count, int64_t steps, uint32_t *out) {
     int64_t s = 0;
     if (count == 1) {
         memcpy(out, rows, (size_t)steps * 4);
@@ -140,8 +131,7 @@ static void interleave(const uint32_t *rows, int64_t ld, int count, int64_t step
         for (int r = 0; r < count; r++) out[s * count + r] = rows[r * ld + s];
 }
 
-void atom_pack_tile(const atom_plan *plan, const atom_job *job, int64_t tile, char *memory, uint32_t *room)
-{
+void atom_pack_tile(const atom_plan *plan, const atom_job *job, int64_t tile, char *memory, uint32_t *room) {
     const int rows = atom_tile_rows_of(plan, tile, job->m), is_bf16 = job->x_is_bf16;
     const int64_t k = plan->k, steps = plan->steps;
     atom_tile_memory to = atom_tile_parts(plan, memory, rows);
@@ -169,8 +159,7 @@ void atom_pack_tile(const atom_plan *plan, const atom_job *job, int64_t tile, ch
     interleave(room, steps, rows * plan->parts, steps, to.main);
 }
 
-void *atom_shared(atom_worker *w, int64_t bytes)
-{
+void *atom_layout_memory(atom_worker *w, int64_t bytes) {
     static void *memory; /* of the process: runs do not overlap */
     static int64_t size;
     if (w->id == 0 && bytes > size) {

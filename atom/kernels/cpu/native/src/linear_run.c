@@ -13,8 +13,7 @@
 
 /* Sums of tiles [tile, tile + count) against one panel. */
 static void multiply(const atom_plan *plan, int64_t m, char *tiles, int64_t tile, int64_t count,
-                     const char *panel, const char *next_panel, uint32_t *sums)
-{
+                     const char *panel, const char *next_panel, uint32_t *sums) {
     const int64_t per_tile = (int64_t)plan->rows * plan->parts * PANEL;
     const int64_t k_of_step = plan->product == PRODUCT_F32 ? 1 : plan->product <= PRODUCT_BF16 ? 2 : 4;
     const int64_t block = count > 1 ? BLOCK_STEPS * (plan->k / plan->steps) : plan->k;
@@ -56,8 +55,7 @@ static void multiply(const atom_plan *plan, int64_t m, char *tiles, int64_t tile
 
 /* One piece: rows of tiles [tile, tile + count) against units [unit, unit + num_units); next_unit comes after them. */
 static void run_piece(atom_worker *w, const atom_plan *plan, const atom_job *job, char *tiles, int64_t tile, int64_t count,
-                      int64_t unit, int64_t num_units, int64_t next_unit)
-{
+                      int64_t unit, int64_t num_units, int64_t next_unit) {
     const int panels = atom_is_gated(job->weight) ? 2 : 1;
     const char *const data = job->weight->data;
     uint32_t *sums[2] = {(uint32_t *)w->scratch, (uint32_t *)(w->scratch + SUMS_BYTES)};
@@ -84,8 +82,7 @@ typedef struct {
     int64_t num_units;
 } cut;
 
-static cut cut_job(const atom_worker *w, const atom_plan *plan, const atom_job *job)
-{
+static cut cut_job(const atom_worker *w, const atom_plan *plan, const atom_job *job) {
     cut c;
     c.num_units = atom_num_panels(job->weight) / (atom_is_gated(job->weight) ? 2 : 1);
     const int64_t wanted = 8 * (int64_t)w->num_threads;
@@ -99,8 +96,7 @@ static cut cut_job(const atom_worker *w, const atom_plan *plan, const atom_job *
 }
 
 static void run_cut(atom_worker *w, const atom_plan *plan, const atom_job *job, char *tiles, const cut *c, int64_t piece,
-                    int64_t next_piece)
-{
+                    int64_t next_piece) {
     const int64_t unit = piece / c->num_blocks * c->piece_units, tile = piece % c->num_blocks * c->block_tiles;
     const int64_t units = c->num_units - unit, count = plan->num_tiles - tile;
     const int64_t next_unit = next_piece < c->num_groups * c->num_blocks ? next_piece / c->num_blocks * c->piece_units : -1;
@@ -109,8 +105,7 @@ static void run_cut(atom_worker *w, const atom_plan *plan, const atom_job *job, 
 }
 
 /* All of a job whose rows each thread lays out for itself; ends without a barrier. */
-static void run_few(atom_worker *w, const atom_job *job)
-{
+static void run_few(atom_worker *w, const atom_job *job) {
     atom_plan plan;
     atom_make_plan(&plan, job->weight, job->m);
     char *tiles = w->scratch + SCRATCH_TILE;
@@ -124,8 +119,7 @@ static void run_few(atom_worker *w, const atom_job *job)
 }
 
 /* Jobs `job` with weight + e and rows order[offsets[e] .. offsets[e + 1]) for e in [0, count); offsets NULL: one whole job. */
-static atom_job job_of(const atom_job *job, const int32_t *offsets, int64_t e)
-{
+static atom_job job_of(const atom_job *job, const int32_t *offsets, int64_t e) {
     atom_job one = *job;
     if (offsets) {
         one.weight += e;
@@ -135,8 +129,7 @@ static atom_job job_of(const atom_job *job, const int32_t *offsets, int64_t e)
     return one;
 }
 
-static void run_many(atom_worker *w, const atom_job *job, const int32_t *offsets, int64_t count)
-{
+static void run_many(atom_worker *w, const atom_job *job, const int32_t *offsets, int64_t count) {
     for (int64_t first = 0, end; first < count; first = end) {
         int64_t bytes = 0;
         for (end = first; end < count && (end == first || bytes < SHARED_BYTES); end++) {
@@ -145,7 +138,7 @@ static void run_many(atom_worker *w, const atom_job *job, const int32_t *offsets
             atom_make_plan(&plan, one.weight, one.m);
             bytes += plan.num_tiles * plan.tile_bytes;
         }
-        char *shared = atom_shared(w, bytes);
+        char *shared = atom_layout_memory(w, bytes);
         for (int is_product = 0; is_product < 2; is_product++) {
             char *tiles = shared;
             int64_t index = 0, drawn = atom_next(w); /* pieces of the jobs before e; this thread's piece */
@@ -173,8 +166,7 @@ static void run_many(atom_worker *w, const atom_job *job, const int32_t *offsets
 }
 
 /* A whole product, so many rows at a time that their layout stays small; ends with a barrier. */
-static void run_rows(atom_worker *w, const atom_job *job)
-{
+static void run_rows(atom_worker *w, const atom_job *job) {
     int64_t at_once = SHARED_BYTES / (4 * (int64_t)job->weight->k);
     at_once = at_once < BLOCK_ROWS ? BLOCK_ROWS : at_once > 2048 ? 2048 : at_once;
     for (int64_t row = 0; row < job->m; row += at_once) {
@@ -192,14 +184,12 @@ static void run_rows(atom_worker *w, const atom_job *job)
     }
 }
 
-void atom_linear(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t m)
-{
+void atom_linear(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t m) {
     const atom_job job = {.weight = weight, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .m = m};
     run_rows(w, &job);
 }
 
-void atom_linear_run(atom_worker *w, const atom_linear_args *a)
-{
+void atom_linear_run(atom_worker *w, const atom_linear_args *a) {
     const atom_job job = {
         .weight = a->weight,
         .x = a->x,
@@ -214,15 +204,13 @@ void atom_linear_run(atom_worker *w, const atom_linear_args *a)
 }
 
 void atom_linear_experts(atom_worker *w, const atom_weight *experts, int64_t num_experts, const int32_t *order,
-                         const int32_t *offsets, int64_t top_k, const float *x, int64_t ldx, float *y, int64_t ldy)
-{
+                         const int32_t *offsets, int64_t top_k, const float *x, int64_t ldx, float *y, int64_t ldy) {
     const atom_job job = {
         .weight = experts, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .order = order, .x_divisor = top_k};
     run_many(w, &job, offsets, num_experts);
 }
 
-void atom_linear_experts_run(atom_worker *w, const atom_experts_args *a)
-{
+void atom_linear_experts_run(atom_worker *w, const atom_experts_args *a) {
     atom_linear_experts(w, a->experts, a->num_experts, a->order, a->offsets, a->top_k, a->x, a->ldx, a->y, a->ldy);
 }
 
@@ -230,8 +218,7 @@ void atom_linear_experts_run(atom_worker *w, const atom_experts_args *a)
 #define ARGMAX_ROWS 1024
 
 static void argmax_rows(atom_worker *w, const atom_linear_args *a, int64_t row, int64_t m, int64_t n_valid, int64_t *ids,
-                        float *values)
-{
+                        float *values) {
     static atom_best *candidates; /* [num_threads][ARGMAX_ROWS], of the process */
     static int num_threads;
     if (w->id == 0 && w->num_threads > num_threads) {
@@ -266,20 +253,17 @@ static void argmax_rows(atom_worker *w, const atom_linear_args *a, int64_t row, 
     atom_barrier(w);
 }
 
-static void argmax(atom_worker *w, const atom_linear_args *a, int64_t n_valid, int64_t *ids, float *values)
-{
+static void argmax(atom_worker *w, const atom_linear_args *a, int64_t n_valid, int64_t *ids, float *values) {
     for (int64_t row = 0; row < a->m; row += ARGMAX_ROWS)
         argmax_rows(w, a, row, a->m - row < ARGMAX_ROWS ? a->m - row : ARGMAX_ROWS, n_valid, ids, values);
 }
 
 void atom_linear_argmax(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, int64_t m, int64_t n_valid,
-                        int64_t *ids, float *values)
-{
+                        int64_t *ids, float *values) {
     const atom_linear_args a = {.weight = weight, .x = x, .ldx = ldx, .m = m};
     argmax(w, &a, n_valid, ids, values);
 }
 
-void atom_linear_argmax_run(atom_worker *w, const atom_argmax_args *a)
-{
+void atom_linear_argmax_run(atom_worker *w, const atom_linear_argmax_args *a) {
     argmax(w, &a->product, a->n_valid, a->ids, a->values);
 }

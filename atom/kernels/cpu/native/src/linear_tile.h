@@ -48,8 +48,7 @@ int atom_tile_passes(int product, int rows);
 INLINE void prefetch(const char *p) { __builtin_prefetch(p, 0, 2); }
 
 /* rows x lanes accumulators over the panel's columns, `width` vectors at a time. */
-INLINE void tile_body(const int product, const int rows, const int width, const atom_tile *t)
-{
+INLINE void tile_body(const int product, const int rows, const int width, const atom_tile *t) {
     const int lines = width * VL * 4 / 64 > 0 ? width * VL * 4 / 64 : 1;
     const char *ahead = t->ahead;
     const int64_t ahead_step = t->ahead_step, second_line = ahead_step > 64 ? 64 : 0, steps = t->steps;
@@ -109,8 +108,7 @@ INLINE void tile_body(const int product, const int rows, const int width, const 
 }
 
 /* The same for INT4: an integer chain over each group, then one fused multiply-add with the two scales. */
-INLINE void tile_int4_body(const int rows, const int width, const atom_tile *t)
-{
+INLINE void tile_int4_body(const int rows, const int width, const atom_tile *t) {
     const int lines = width * VL * 4 / 64 + 1;
     const int64_t num_groups = t->steps / 8, ahead_step = t->ahead_step;
     const char *ahead = t->ahead, *const first_group = t->b;

@@ -94,7 +94,6 @@ int atom_tile_rows(int product, int is_few) { return is_few ? few_rows[product] 
 
 int atom_tile_passes(int product, int rows) { return PANEL / (VL * (rows <= few_rows[product] ? 4 : 2)); }
 
-atom_tile_function atom_tile_for(int product, int rows)
-{
+atom_tile_function atom_tile_for(int product, int rows) {
     return rows < 1 || rows > many_rows[product] ? NULL : tiles[product][rows - 1];
 }

@@ -41,8 +41,7 @@ INLINE vu load_u(const uint32_t *p) { return *(const vu_mem *)p; }
 INLINE void store_u(uint32_t *p, vu v) { *(vu_mem *)p = v; }
 
 INLINE vi all_i(int32_t x) { return (vi){0} + x; }
-INLINE vf all_f(float x)
-{
+INLINE vf all_f(float x) {
 #if VL == 16
     return (vf)_mm512_set1_ps(x);
 #elif VL == 8
@@ -71,8 +70,7 @@ INLINE vf min_f(vf a, vf b) { return (vf)(((vi)a & (a < b)) | ((vi)b & ~(a < b))
 INLINE vf abs_f(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
 /* To the nearest integer, ties to even; |v| < 2^31. */
-INLINE vi round_i(vf v)
-{
+INLINE vi round_i(vf v) {
 #if VL == 16
     return (vi)_mm512_cvtps_epi32((__m512)v);
 #elif VL == 8
@@ -84,8 +82,7 @@ INLINE vi round_i(vf v)
 #endif
 }
 
-INLINE float highest(vf v)
-{
+INLINE float highest(vf v) {
 #if VL == 16
     return _mm512_reduce_max_ps((__m512)v);
 #else
@@ -95,9 +92,19 @@ INLINE float highest(vf v)
 #endif
 }
 
-/* acc + the four products of unsigned bytes of u with signed bytes of s, lane by lane, exactly. */
-INLINE vi dot4(vi acc, vu u, vu s)
+INLINE float total(vf v) /* in an order of the processor's own: not for results that must not depend on it */
 {
+#if VL == 16
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float sum = v[0];
+    for (int i = 1; i < VL; i++) sum += v[i];
+    return sum;
+#endif
+}
+
+/* acc + the four products of unsigned bytes of u with signed bytes of s, lane by lane, exactly. */
+INLINE vi dot4(vi acc, vu u, vu s) {
 #if VL == 16 && defined(__AVX512VNNI__)
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s);
 #elif VL == 16
@@ -132,16 +139,14 @@ INLINE vf dot2_bf16(vf acc, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)ac
 INLINE vf widen(vh v) { return (vf)(__builtin_convertvector(v, vu) << 16); }
 
 /* fp32 to bf16, ties to even; a NaN stays one. */
-INLINE vh narrow(vf v)
-{
+INLINE vh narrow(vf v) {
     vu bits = (vu)v;
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     vu is_nan = (vu)((bits & 0x7fffffff) > 0x7f800000);
     return __builtin_convertvector((rounded & ~is_nan) | (((bits >> 16) | 0x40) & is_nan), vh);
 }
 
-INLINE float widen_one(uint16_t v)
-{
+INLINE float widen_one(uint16_t v) {
     uint32_t bits = (uint32_t)v << 16;
     float out;
     memcpy(&out, &bits, 4);
@@ -149,8 +154,7 @@ INLINE float widen_one(uint16_t v)
 }
 
 /* e^x with a relative error below 3e-7; 0 below -87.3, e^88 above 88 (so products stay finite until then). */
-INLINE vf exp_f(vf x)
-{
+INLINE vf exp_f(vf x) {
     x = min_f(max_f(x, all_f(-87.3f)), all_f(88.0f));
     vi n = round_i(x * 1.44269504f);
     vf r = fma_f(to_f(n), all_f(-0.693145752f), x);

@@ -9,8 +9,7 @@
 #define SEGMENT 16 /* dwords of a row that are transposed at a time */
 
 /* values [count] of a row, from column k, as fp32. */
-INLINE void load_row(const atom_pack_args *a, int64_t row, int64_t k, int count, float *out)
-{
+INLINE void load_row(const atom_pack_args *a, int64_t row, int64_t k, int count, float *out) {
     if (a->is_bf16) {
         const bf16 *from = (const bf16 *)a->weight + row * a->ld + k;
         for (int i = 0; i < count; i += VL) store_f(out + i, widen(*(const vh_mem *)(from + i)));
@@ -20,8 +19,7 @@ INLINE void load_row(const atom_pack_args *a, int64_t row, int64_t k, int count,
 }
 
 /* The largest |value| over 127, so that round(value / scale) is an int8; 0 for a row of zeros. */
-static float int8_scale(const atom_pack_args *a, int64_t row)
-{
+static float int8_scale(const atom_pack_args *a, int64_t row) {
     float values[GROUP];
     vf best = all_f(0);
     for (int64_t k = 0; k < a->k; k += GROUP) {
@@ -33,12 +31,14 @@ static float int8_scale(const atom_pack_args *a, int64_t row)
 
 /* Nibbles q and the scale d (a bf16) of 32 values, value = d (q - 8). Of six scales that put the value of the largest
  * magnitude near -8 or 7, the one with the smallest squared error. */
-static bf16 int4_group(const float *values, uint8_t *nibbles)
-{
+static bf16 int4_group(const float *values, uint8_t *nibbles) {
     static const float steps[] = {-8.0f, -7.5f, -7.0f, -8.5f, 7.0f, 7.5f};
-    float extreme = 0;
-    for (int i = 0; i < GROUP; i++)
-        if (fabsf(values[i]) > fabsf(extreme)) extreme = values[i];
+    vf top = load_f(values), bottom = -top;
+    for (int i = VL; i < GROUP; i += VL) {
+        top = max_f(top, load_f(values + i));
+        bottom = max_f(bottom, -load_f(values + i));
+    }
+    const float above = highest(top), below = highest(bottom), extreme = above > below ? above : -below;
     bf16 best_scale = 0;
     float best_error = INFINITY;
     memset(nibbles, 8, GROUP);
@@ -57,8 +57,7 @@ static bf16 int4_group(const float *values, uint8_t *nibbles)
             errors = fma_f(error, error, errors);
             q[i] = round_i(level) + 8;
         }
-        float error = 0;
-        for (int i = 0; i < VL; i++) error += errors[i];
+        const float error = total(errors);
         if (!(error < best_error)) continue;
         best_error = error;
         best_scale = narrowed[0];
@@ -68,8 +67,7 @@ static bf16 int4_group(const float *values, uint8_t *nibbles)
 }
 
 /* Dwords [first, first + SEGMENT) of a row in its panel's format (not INT4). */
-INLINE void row_dwords(const atom_pack_args *a, int64_t row, int64_t first, float inverse, uint32_t *out, int32_t *sum)
-{
+INLINE void row_dwords(const atom_pack_args *a, int64_t row, int64_t first, float inverse, uint32_t *out, int32_t *sum) {
     float values[SEGMENT * 4];
     if (a->format == ATOM_F32) {
         load_row(a, row, first, SEGMENT, (float *)out);
@@ -83,18 +81,17 @@ INLINE void row_dwords(const atom_pack_args *a, int64_t row, int64_t first, floa
     } else {
         const int count = a->k - first * 4 < SEGMENT * 4 ? (int)(a->k - first * 4) : SEGMENT * 4;
         load_row(a, row, first * 4, count, values);
-        vi total = all_i(0);
+        vi quads = all_i(0);
         for (int i = 0; i < count; i += VL) {
             vi q = round_i(min_f(max_f(load_f(values + i) * all_f(inverse), all_f(-127)), all_f(127)));
-            total += q;
+            quads += q;
             *(vb_mem *)((int8_t *)out + i) = __builtin_convertvector(q, vb);
         }
-        for (int i = 0; i < VL; i++) *sum += total[i];
+        for (int i = 0; i < VL; i++) *sum += quads[i];
     }
 }
 
-static void pack_panel(const atom_pack_args *a, int64_t panel, const int64_t *rows)
-{
+static void pack_panel(const atom_pack_args *a, int64_t panel, const int64_t *rows) {
     const int is_int8 = a->format == ATOM_INT8 || a->format == ATOM_INT8_A8;
     const int64_t steps = atom_panel_offset(a->format, a->k) / STEP_BYTES;
     uint32_t *to = (uint32_t *)((char *)a->data + panel * atom_panel_offset(a->format, a->k));
@@ -120,8 +117,7 @@ static void pack_panel(const atom_pack_args *a, int64_t panel, const int64_t *ro
     if (is_int8) memcpy(a->sums + panel * PANEL, sums, sizeof sums);
 }
 
-static void pack_int4_panel(const atom_pack_args *a, int64_t panel, const int64_t *rows)
-{
+static void pack_int4_panel(const atom_pack_args *a, int64_t panel, const int64_t *rows) {
     char *to = (char *)a->data + panel * atom_panel_offset(ATOM_INT4, a->k);
     for (int64_t g = 0; g < a->k / GROUP; g++, to += GROUP_BYTES) {
         uint8_t *bytes = (uint8_t *)to + PANEL * 2;
@@ -135,8 +131,7 @@ static void pack_int4_panel(const atom_pack_args *a, int64_t panel, const int64_
     }
 }
 
-void atom_pack_weight(atom_worker *w, const atom_pack_args *a)
-{
+void atom_pack_weight(atom_worker *w, const atom_pack_args *a) {
     const int64_t per_part = a->is_gated ? a->n / 2 : a->n, parts = a->is_gated ? 2 : 1;
     const int64_t num_panels = parts * ((per_part + PANEL - 1) / PANEL);
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
@@ -160,8 +155,7 @@ void atom_pack_weight(atom_worker *w, const atom_pack_args *a)
 }
 
 /* One row of the weight (not gated), widened and scaled. */
-static void gather_row(const atom_weight *weight, int64_t row, float scale, float *y)
-{
+static void gather_row(const atom_weight *weight, int64_t row, float scale, float *y) {
     const int64_t k = weight->k, column = row % PANEL;
     const char *panel = (const char *)weight->data + row / PANEL * atom_panel_offset(weight->format, k);
     const uint32_t *dwords = (const uint32_t *)panel + column;
@@ -195,8 +189,7 @@ static void gather_row(const atom_weight *weight, int64_t row, float scale, floa
     }
 }
 
-void atom_gather_rows(atom_worker *w, const atom_weight *weight, const int64_t *ids, int64_t m, float scale, float *y, int64_t ldy)
-{
+void atom_gather_rows(atom_worker *w, const atom_weight *weight, const int64_t *ids, int64_t m, float scale, float *y, int64_t ldy) {
     for (int64_t i; (i = atom_next(w)) < m;) {
         if (ids[i] < 0 || ids[i] >= weight->n)
             memset(y + i * ldy, 0, (size_t)weight->k * 4);
@@ -206,7 +199,6 @@ void atom_gather_rows(atom_worker *w, const atom_weight *weight, const int64_t *
     atom_barrier(w);
 }
 
-void atom_gather_run(atom_worker *w, const atom_gather_args *a)
-{
+void atom_gather_run(atom_worker *w, const atom_gather_args *a) {
     atom_gather_rows(w, a->weight, a->ids, a->m, a->scale, a->y, a->ldy);
 }

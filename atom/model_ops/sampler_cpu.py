@@ -7,6 +7,9 @@ ids. Whether they were enough is checked; rows where they were not are done agai
 the whole vocabulary (2 ms each: NumPy sorts values 20 times as fast as torch sorts pairs).
 
 Control flow depends on the data, and NumPy works on the tensors' own memory: CPU tensors only.
+
+Where there are native kernels, arg-max and choice are theirs: the same method, 2 to 100 times as fast. All of this
+remains for machines without a compiler.
 """
 
 from dataclasses import dataclass
@@ -14,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from atom.kernels.cpu.native.library import NativeLibrary, native_library
+from atom.kernels.cpu.native.sampling import MAX_VOCAB, native_argmax, native_choose
 from atom.kernels.reference import sampling as reference
 from atom.kernels.reference.sampling import TOP_P_SLACK
 
@@ -48,6 +53,16 @@ _ROUND = np.array(reference.ROUND, np.uint64)[:, None]
 _KEY_STEP = np.array(reference.KEY_STEP, np.uint64)[:, None]
 
 
+def _native(logits: torch.Tensor) -> NativeLibrary | None:
+    """The native kernels, where they can read these logits."""
+    is_readable = (
+        logits.dtype is torch.float32
+        and logits.stride(-1) == 1
+        and SMALL_VOCAB < logits.shape[-1] <= MAX_VOCAB
+    )
+    return native_library() if is_readable else None
+
+
 def _block_size(vocab_size: int) -> int:
     """Ids in a block: few enough blocks to select from, small enough that few ids beside the wanted come along."""
     return 64 if vocab_size >= 2**16 else 16
@@ -67,6 +82,9 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, vocab_size = logits.shape
     if vocab_size < 2 * WIDE_BLOCK:
         return reference.argmax(logits)
+    library = _native(logits)
+    if library is not None:
+        return native_argmax(library, logits)
     block = _block_max(logits, WIDE_BLOCK).argmax(dim=-1, keepdim=True)  # the first of equals
     start = (block * WIDE_BLOCK).clamp_(max=vocab_size - WIDE_BLOCK)  # a short last block: look back
     columns = start + torch.arange(WIDE_BLOCK)
@@ -152,6 +170,9 @@ def choose(
     """As the reference; rows whose every id may be sampled are told from those that are filtered."""
     if logits.shape[-1] <= SMALL_VOCAB:
         return reference.choose(logits, best, temperature, top_k, top_p, min_p, uniforms)
+    library = _native(logits)
+    if library is not None:
+        return native_choose(library, logits, best, temperature, top_k, top_p, min_p, uniforms)
     is_filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
     parameters = (best, temperature, top_k, top_p, min_p, uniforms)
     if not is_filtered.any():

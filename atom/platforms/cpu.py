@@ -22,7 +22,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     device_type = "cpu"
     communication_backend = "gloo"
-    attention_backends = ("cpu_paged", "reference")
+    attention_backends = ("cpu_native", "cpu_paged", "reference")
 
     def is_available(self) -> bool:
         return True
@@ -74,6 +74,7 @@ class CpuFacts:
             if colon:
                 fields.setdefault(key.strip(), value.strip())
         self.model_name = fields.get("model name") or host.processor() or host.machine() or "unknown CPU"
+        self.machine = host.machine()
         self.vendor = fields.get("vendor_id", "")
         self.flags = frozenset((fields.get("flags") or fields.get("Features") or "").split())
 

@@ -174,7 +174,6 @@ class ArtifactFolder:
             aside.rename(final)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        compilation_counter.num_saved += 1
         return final
 
     def find(self, key: str, source: str) -> Path:

@@ -162,6 +162,7 @@ class InductorStandaloneAdaptor(CompilerInterface):
             source = graph_fingerprint(graph, example_inputs)
             try:
                 path = self._folder.publish(key, source, lambda aside: self._write(artifact, aside))
+                compilation_counter.num_saved += 1
                 handle = (key, str(path))
             except Exception as error:  # torch raises many kinds for a graph that it cannot serialise
                 logger.warning("Compiled code of %s is not kept: %s", key, error)

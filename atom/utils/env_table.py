@@ -48,6 +48,11 @@ TABLE: tuple[EnvVar, ...] = (
              "Where traces are sent; the OpenTelemetry SDK reads it.", owner="OpenTelemetry", effective=True),
     ),
     *group(
+        "CPU",
+        flag("ATOM_CPU_NATIVE", True,
+             "Use the kernels in C, compiled on first use with $CC, gcc or clang. 0, or no compiler: PyTorch's.", effective=True),
+    ),
+    *group(
         "Metadata H2D",
         text("ATOM_H2D_BACKEND", "packed",
              "How a step's inputs reach the device: one packed copy, or one copy an input.",

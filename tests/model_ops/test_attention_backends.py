@@ -5,9 +5,11 @@ import torch
 
 from atom.config_parts import KVCacheTensor
 from atom.errors import ConfigError
+from atom.kernels.cpu.native.library import native_library
 from atom.model_ops.attention import Attention
 from atom.model_ops.attentions.backend import AttentionSpec, override_backend, select_backend
 from atom.model_ops.attentions.cpu import CpuPagedAttention, build_plan
+from atom.model_ops.attentions.cpu_native import CpuNativeAttention
 from atom.model_ops.attentions.reference import ReferenceAttention
 from atom.utils.forward_context import AttentionMetaData, ForwardContext, set_forward_context
 
@@ -52,7 +54,7 @@ def attend(backend, q, k, v, cache, step):
     return output
 
 
-def run_both(spec, step, sinks=None, seed=1):
+def run_both(spec, step, sinks=None, seed=1, fast=CpuPagedAttention):
     """(CPU result, reference result); asserts that both caches end up alike."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(step.query_lens_host)
@@ -68,7 +70,7 @@ def run_both(spec, step, sinks=None, seed=1):
     caches = [(keys.clone(), values.clone()) for _ in range(2)]
     outs = [
         attend(backend(spec, sinks), q, k, v, cache, step)
-        for backend, cache in zip((CpuPagedAttention, ReferenceAttention), caches, strict=True)
+        for backend, cache in zip((fast, ReferenceAttention), caches, strict=True)
     ]
     assert torch.equal(caches[0][0], caches[1][0]) and torch.equal(caches[0][1], caches[1][1])
     return outs
@@ -108,6 +110,42 @@ def test_bf16(step):
     found, wanted = run_both(make_spec(dtype=torch.bfloat16, head_dim=32), make_step(*STEPS[step]))
     assert found.dtype is torch.bfloat16
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+has_native = pytest.mark.skipif(native_library() is None, reason="no C compiler")
+
+
+@has_native
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "extra", [{}, {"soft_cap": 1.5}, {"has_sinks": True, "window": 5}, {"num_kv_heads": 4}]
+)
+def test_native_equals_the_reference(step, dtype, extra):
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if extra.get("has_sinks") else None
+    spec = make_spec(dtype=dtype, head_dim=32, **extra)
+    found, wanted = run_both(spec, make_step(*STEPS[step]), sinks, fast=CpuNativeAttention)
+    assert found.dtype is dtype
+    bound = 1e-5 if dtype is torch.float32 else 2e-2  # the output's rounding
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+
+
+@has_native
+def test_native_padding_skipped_slots_and_rows_of_a_table():
+    spec, step = make_spec(head_dim=16), make_step([1, 1, 1], [5, 0, 13], 0, skip=(2,))
+    found, wanted = run_both(spec, step, fast=CpuNativeAttention)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[1], torch.zeros(4, 16))
+    step.table_rows = torch.tensor([2, 1, 0])
+    step.block_tables = step.block_tables.flip(0)
+    torch.testing.assert_close(run_both(spec, step, fast=CpuNativeAttention)[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+@has_native
+def test_native_is_chosen_where_it_can_run():
+    assert select_backend(make_spec(head_dim=64)) is CpuNativeAttention
+    assert select_backend(make_spec(head_dim=24)) is CpuPagedAttention
+    assert select_backend(make_spec(head_dim=64, dtype=torch.float16)) is CpuPagedAttention
 
 
 def test_slot_minus_one_is_not_written():
@@ -188,9 +226,8 @@ def test_selection_and_override():
     assert select_backend(make_spec()) is CpuPagedAttention
     with override_backend("reference"):
         assert select_backend(make_spec()) is ReferenceAttention
-    with pytest.raises(
-        ConfigError, match="'flash' is not one of cpu_paged, flash_attention, reference, triton"
-    ):
+    names = "cpu_native, cpu_paged, flash_attention, reference, triton"
+    with pytest.raises(ConfigError, match=f"'flash' is not one of {names}"):
         with override_backend("flash"):
             pass
 

@@ -75,7 +75,7 @@ def test_packing_frees_the_original_weight():
     packed = layer.packed
     layer.after_load()  # a second call changes nothing
     assert layer.packed is packed
-    if packed is not kept.data and packed.layout != torch.strided:
+    if layer.kernel.makes_copy:
         assert kept.numel() == 0 and layer.weight is None
     x = torch.randn(2, 32).bfloat16()
     torch.testing.assert_close(layer(x).float(), x.float() @ weight.float().t(), rtol=2e-2, atol=2e-2)

@@ -8,6 +8,15 @@ from hypothesis import strategies as st
 from atom.kernels.reference import sampling as reference
 from atom.model_ops import sampler_cpu
 
+
+@pytest.fixture(autouse=True, scope="module")
+def no_native_kernels():
+    """They are compared with the reference in test_native_sampling.py; here is what runs without them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler_cpu, "native_library", lambda: None)
+        yield
+
+
 VOCABS = [7, 64, 1000, 1025, 2048, 20000, 20480 + 37, 2**16 + 3]
 
 

@@ -110,6 +110,7 @@ class AttentionBackend(ABC):
 
 # Where each backend lives; a platform lists the names that it prefers. Imported when first asked for.
 _BACKENDS = {
+    "cpu_native": "atom.model_ops.attentions.cpu_native:CpuNativeAttention",
     "cpu_paged": "atom.model_ops.attentions.cpu:CpuPagedAttention",
     "flash_attention": "atom.model_ops.attentions.flash:FlashAttention",
     "reference": "atom.model_ops.attentions.reference:ReferenceAttention",

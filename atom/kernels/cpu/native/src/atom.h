@@ -7,6 +7,7 @@
 #ifndef ATOM_H
 #define ATOM_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 typedef uint16_t bf16;
@@ -18,7 +19,7 @@ typedef struct {
     atom_team *team;
     int id, num_threads; /* this thread's number in the team */
     char *scratch;       /* this thread's own, 64-byte aligned, at least ATOM_SCRATCH bytes */
-    uint32_t sense;      /* of the barrier */
+    uint32_t sense, patience; /* of the barrier: passed so far, ns to spin */
 } atom_worker;
 
 #define ATOM_SCRATCH (4 << 20)
@@ -27,12 +28,19 @@ typedef void (*atom_body)(atom_worker *worker, const void *arguments);
 
 /* Let all threads of the process's team run body; returns when all have. Threads are started on first use. */
 void atom_run(atom_body body, const void *arguments);
-/* Size of the team, and the CPUs that its threads are pinned to (NULL: not pinned). Not while atom_run is under way. */
+/* The same with the calling thread only (num_threads 1): for work that is smaller than waking the others. */
+void atom_run_alone(atom_body body, const void *arguments);
+/* Size of the team, and the CPUs [num_threads] that its threads are pinned to (NULL: not pinned). Thread 0 is the caller
+ * and stays free: what it is pinned to, the threads that it starts later would inherit. Waits for a run under way. */
 void atom_set_threads(int num_threads, const int *cpus);
 int atom_num_threads(void);
-/* The next piece of the current loop, 0, 1, 2 ...; the caller stops at its own count. */
+/* The next piece of the current loop, 0, 1, 2 ...; the caller stops at its own count. Costs 0.1-0.2 us when others draw too:
+ * a piece should take several us. */
 int64_t atom_next(atom_worker *worker);
-/* All threads meet; the next loop starts at 0. Spins about 4,000 turns, then yields. */
+/* Memory that all threads of a run share, ATOM_SHARED bytes, 64-byte aligned; a kernel leaves nothing in it. */
+char *atom_shared(atom_worker *worker);
+#define ATOM_SHARED (8 << 20)
+/* All threads meet; the next loop starts at 0. Spins for up to 20 us, then yields. */
 void atom_barrier(atom_worker *worker);
 
 /* ---- products (linear_*.c) ---- */
@@ -48,28 +56,80 @@ enum atom_format {
 
 enum atom_epilogue { ATOM_STORE = 0, ATOM_ADD = 1, ATOM_SILU_MUL = 2, ATOM_GELU_TANH_MUL = 3 };
 
-/* A packed weight [n, k]: y = x W^T + bias. n is padded to whole panels of 64 (padding is zero); k is a multiple of the
- * format's group. With an activation epilogue panels alternate gate, up and the output has n / 2 columns. */
+/* A packed weight [n, k]: y = x W^T + bias. n is padded to whole panels of 64 (padding is zero); k is a multiple of 32, at
+ * most 65536. With an activation epilogue panels alternate gate, up (each padded by itself) and the output has n / 2 columns.
+ * scales, sums and bias are in the order of the packed columns, and padded like them. */
 typedef struct {
     int32_t format, epilogue;
     int32_t n, k;
     const void *data;
-    const float *scales;   /* [n] where the format has one a column, else NULL */
-    const int32_t *sums;   /* [n] column sums of int8 weights, else NULL */
-    const float *bias;     /* [n] or NULL */
+    const float *scales;   /* where the format has one a column, else NULL */
+    const int32_t *sums;   /* column sums of int8 weights, else NULL */
+    const float *bias;     /* or NULL */
 } atom_weight;
+
+/* Rows' bits depend neither on m nor on the rows beside them, in any format: sums are exact integers, or one chain of
+ * fused multiply-adds over ascending k. INT8 rounds activations to 16 bits (one scale a row), INT8_A8 to 8 (one scale a row),
+ * INT4 to 8 (one scale for 32 of k). What is not finite in a row makes the row NaN. */
 
 /* y [m, ldy] = epilogue(x [m, ldx] W^T + bias); x and y do not overlap. */
 void atom_linear(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t m);
+/* The same as a body of atom_run, over rows of fp32 or bf16. */
+typedef struct {
+    const atom_weight *weight;
+    const void *x;
+    void *y;
+    int64_t ldx, ldy, m;
+    int32_t x_is_bf16, y_is_bf16;
+} atom_linear_args;
+void atom_linear_run(atom_worker *w, const atom_linear_args *a);
 /* Ids and values of the largest product of each row, the lowest id on ties, columns below n_valid only; logits are not
  * stored. soft caps do not move an arg-max and are the caller's. */
 void atom_linear_argmax(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, int64_t m, int64_t n_valid,
                         int64_t *ids, float *values);
-/* Rows ids[0..m) of the weight, widened: y [m, ldy] = scale * W[ids]. */
+typedef struct {
+    atom_linear_args product; /* y is not used */
+    int64_t n_valid;
+    int64_t *ids;
+    float *values; /* or NULL */
+} atom_linear_argmax_args;
+void atom_linear_argmax_run(atom_worker *w, const atom_linear_argmax_args *a);
+/* Rows ids[0..m) of the weight, widened: y [m, ldy] = scale * W[ids]; zeros for an id that is no row. Not of a gated weight. */
 void atom_gather_rows(atom_worker *w, const atom_weight *weight, const int64_t *ids, int64_t m, float scale, float *y, int64_t ldy);
-/* Expert e's rows of x are order[offsets[e] .. offsets[e + 1]): y[row] (a row a slot of order) = x[row / top_k] W_e^T. */
+typedef struct {
+    const atom_weight *weight;
+    const int64_t *ids;
+    float *y;
+    int64_t m, ldy;
+    float scale;
+} atom_gather_args;
+void atom_gather_run(atom_worker *w, const atom_gather_args *a);
+/* Expert e's rows are order[offsets[e] .. offsets[e + 1]), each row number once over all experts:
+ * y[row] = epilogue(x[row / top_k] W_e^T). An expert without rows costs nothing. */
 void atom_linear_experts(atom_worker *w, const atom_weight *experts, int64_t num_experts, const int32_t *order,
                          const int32_t *offsets, int64_t top_k, const float *x, int64_t ldx, float *y, int64_t ldy);
+typedef struct {
+    const atom_weight *experts;
+    const int32_t *order, *offsets; /* [offsets[num_experts]], [num_experts + 1] */
+    const float *x;
+    float *y;
+    int64_t num_experts, top_k, ldx, ldy;
+} atom_experts_args;
+void atom_linear_experts_run(atom_worker *w, const atom_experts_args *a);
+
+/* Pack weight [n, k] (rows of stride ld, fp32 or bf16) into data, and scales and sums where the format has them.
+ * INT8: scale = largest |value| of the row / 127, q = round(value / scale). INT4: for each 32 of a row, a bf16 scale d and
+ * q = round(value / d) + 8 in 0..15; of six scales near the extreme value / -8 the one of the smallest squared error.
+ * Gated: the first n / 2 rows are gate, the others up. */
+typedef struct {
+    const void *weight;
+    int64_t ld, n, k;
+    int32_t is_bf16, is_gated, format, unused;
+    void *data;
+    float *scales;
+    int32_t *sums;
+} atom_pack_args;
+void atom_pack_weight(atom_worker *w, const atom_pack_args *a);
 
 /* ---- elementwise.c ---- */
 
@@ -103,8 +163,27 @@ typedef struct {
 void atom_rope_and_cache(atom_worker *w, const atom_rope_args *a);
 void atom_rotation(atom_worker *w, const int64_t *positions, int64_t m, const float *inv_freq, int32_t half, float factor,
                    float *cos, float *sin);
+typedef struct {
+    const int64_t *positions; /* [m] */
+    int64_t m;
+    const float *inv_freq; /* [half] */
+    int32_t half;
+    float factor;
+    float *cos, *sin; /* [m, half] */
+} atom_rotation_args;
+void atom_rotation_rows(atom_worker *w, const atom_rotation_args *a); /* the same as a body of atom_run */
 
-/* ---- attention.c ---- */
+/* y = act(gate) * up of rows [gate n | up n]; activation: ATOM_SILU_MUL or ATOM_GELU_TANH_MUL. */
+typedef struct {
+    const float *x; /* [m, 2 n], row stride ldx */
+    int64_t ldx;
+    float *y; /* [m, n], row stride ldy */
+    int64_t ldy, m, n;
+    int32_t activation;
+} atom_gated_args;
+void atom_gated_activation(atom_worker *w, const atom_gated_args *a);
+
+/* ---- attention*.c ---- */
 
 /* Causal attention of every sequence's queries over its pages (decode: one query; prefill: many), grouped heads. */
 typedef struct {
@@ -112,7 +191,7 @@ typedef struct {
     int64_t ldq;
     float *out;     /* [tokens, heads * head_dim] */
     int64_t ldo;
-    int32_t num_heads, num_kv_heads, head_dim, block_size, cache_is_bf16;
+    int32_t num_heads, num_kv_heads, head_dim, block_size, cache_is_bf16; /* head_dim: a multiple of 16, at most 512 */
     float scale, soft_cap;  /* soft_cap 0: none */
     int32_t window;         /* 0: none; else a query sees itself and window - 1 before it */
     const float *sinks;     /* [heads] or NULL */
@@ -122,7 +201,32 @@ typedef struct {
     const int32_t *cu_seqlens_q; /* [seqs + 1] */
     const int32_t *context_lens; /* [seqs], the step's tokens included; 0: write zeros */
     int64_t num_seqs, num_tokens; /* tokens behind the last sequence's are zeroed */
+    /* 1: every token goes the way of prefill, so that its bits do not depend on how many come with it; slower for one token.
+     * Without it they do not depend on the other sequences or on the threads, only on the way taken. */
+    int32_t is_uniform;
 } atom_attention_args;
 void atom_attention(atom_worker *w, const atom_attention_args *a);
+
+/* ---- sampling.c ---- */
+
+/* The best id of each row, the lowest on ties; NaN counts as the best. */
+typedef struct {
+    const float *x; /* [m, n], row stride ldx */
+    int64_t ldx, m, n;
+    int64_t *ids;
+    float *values;
+} atom_argmax_args;
+void atom_argmax_rows(atom_worker *w, const atom_argmax_args *a);
+
+/* Sampled ids [m] of logits x (finite or -inf) as kernels/reference/sampling.py's `choose`. */
+#define ATOM_MAX_VOCAB 400000 /* what a thread's scratch holds */
+typedef struct {
+    const float *x; /* [m, n], row stride ldx */
+    int64_t ldx, m, n;
+    const float *best, *temperature, *top_p, *min_p, *uniforms;
+    const int32_t *top_k; /* below 1: off */
+    int64_t *ids;
+} atom_choose_args;
+void atom_choose_rows(atom_worker *w, const atom_choose_args *a);
 
 #endif

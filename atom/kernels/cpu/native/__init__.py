@@ -1,0 +1,1 @@
+"""Kernels in C, built on first use: ``src/`` holds them, ``build`` compiles them, ``library`` calls them."""

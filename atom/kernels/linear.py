@@ -12,11 +12,31 @@ class LinearKernel(ABC):
     """A product with a weight that was packed once, after loading."""
 
     makes_copy: ClassVar[bool]  # whether ``pack`` leaves the original unused
+    can_gather: ClassVar[bool] = False  # whether an embedding may be read from the packed weight
 
     @abstractmethod
     def pack(self, weight: torch.Tensor) -> Any:
-        """``weight [out, in]`` in the layout that the product wants: a copy of the same size, or ``weight``."""
+        """``weight [out, in]`` in the layout that the product wants: ``weight`` itself, or a copy.
+
+        Where ``makes_copy`` is set the copy may take the memory of ``weight``, whose values are then gone.
+        """
+
+    def pack_gated(self, weight: torch.Tensor, activation: str) -> Any | None:
+        """``weight [gate | up, in]`` so that the product is ``activation(gate) * up``; None: this kernel cannot.
+
+        Args:
+            activation: ``silu`` or ``gelu_tanh``.
+        """
+        return None
+
+    def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        """What :meth:`pack` makes of a weight of ``dtype``."""
+        return out_features * in_features * dtype.itemsize
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [num_tokens, in]`` times the packed weight, plus ``bias [out]``: ``[num_tokens, out]``."""
+
+    def gather(self, ids: torch.Tensor, packed: Any) -> torch.Tensor:
+        """Rows ``ids [n]`` of what was packed: ``[n, in]``, in fp32 or the weight's dtype."""
+        raise NotImplementedError(f"{type(self).__name__} reads no rows")

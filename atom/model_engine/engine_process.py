@@ -18,7 +18,7 @@ from atom.runtime.process import read_child_config, set_process_title
 from atom.runtime.startup_phases import StartupPhases
 from atom.runtime.transport import EngineSockets
 from atom.utils.bytecode_cache import keep_bytecode
-from atom.utils.gc_utils import configure_gc, freeze_heap, unfreeze_heap
+from atom.utils.gc_utils import configure_gc, freeze_heap, trim_heap, unfreeze_heap
 from atom.utils.logging import init_logger, set_process_name
 
 logger = init_logger(__name__)
@@ -68,7 +68,7 @@ def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: S
     from atom.model_engine.engine_core import EngineCore
 
     core = EngineCore(config, sockets.send, phases=phases, page=page)
-    core.start(lambda phase, fraction: sockets.send(Progress(phase, fraction)), settle=freeze_heap)
+    core.start(lambda phase, fraction: sockets.send(Progress(phase, fraction)), settle=_settle_heap)
     page.set_state(ProcessState.READY)
     try:
         run_loop(core, sockets)
@@ -76,6 +76,11 @@ def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: S
         core.close()
         unfreeze_heap()  # some libraries complain of what outlives the interpreter
     return 0
+
+
+def _settle_heap() -> None:
+    freeze_heap()
+    trim_heap()
 
 
 def run_loop(core, sockets: EngineSockets) -> None:

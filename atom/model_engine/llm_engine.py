@@ -47,6 +47,7 @@ from atom.runtime.histogram import Histogram
 from atom.runtime.liveness import Health
 from atom.sampling_params import SamplingParams
 from atom.utils import envs
+from atom.utils.gc_utils import trim_heap
 from atom.utils.logging import init_logger
 
 logger = init_logger(__name__)
@@ -111,6 +112,7 @@ class LLMEngine:
             files = ModelFiles.resolve(config.model)
             self._model_type: str | None = files.hf_config.get("model_type")
             self.tokenizer = tokenizer or files.load_tokenizer()
+            trim_heap()
             self._io = InputOutputProcessor(config, self.tokenizer, self.tokenizer.eos_ids)
             engine = weakref.proxy(self)  # a cycle would keep a closed engine until a full collection
             self._guides = GuideCompiler(

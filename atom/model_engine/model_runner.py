@@ -13,6 +13,7 @@ from atom.config import CompilationLevel, Config, set_current_atom_config
 from atom.config_parts import CompilationConfig, CUDAGraphMode, KVCacheTensor
 from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenLogprobs, TokenMasks
 from atom.errors import ConfigError
+from atom.kernels.cpu.native.library import native_library
 from atom.kernels.reference import sampling as reference_sampling
 from atom.kernels.registry import selected_kernels
 from atom.model_engine.runner.device_timer import make_device_timer
@@ -29,7 +30,7 @@ from atom.model_loader.loader import load_dummy, load_weights
 from atom.model_loader.model_files import ModelFiles
 from atom.model_ops import sampler_cpu
 from atom.model_ops.attentions.backend import override_backend
-from atom.model_ops.dense_decoder import FusedDecoder, FusedResults
+from atom.model_ops.dense_decoder import DenseDecoder, FusedDecoder
 from atom.model_ops.logprobs import prompt_logprobs
 from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_bans, to_batch_output
 from atom.models.registry import get_model_class, support_model_arch_dict
@@ -37,6 +38,7 @@ from atom.platforms import get_platform
 from atom.utils import envs
 from atom.utils.debug_helper import install_block_forward_hooks, needs_eager
 from atom.utils.decorators import can_compile, compile_as_is
+from atom.utils.forward_context import HeadWork
 from atom.utils.logging import init_logger
 from atom.utils.region_graph import ReqGraph, token_graphs
 
@@ -59,7 +61,9 @@ class StepHandle:
     result: ForwardResult
     plan: SamplingPlan
     logits: torch.Tensor | None = None  # [num sampling sequences, vocab], until sampled
-    chosen: FusedResults | None = None  # the forward pass chose the ids, and nothing else is asked for
+    head: HeadWork | None = (
+        None  # what a fused decoder made in the same call, instead of logits or beside them
+    )
     sampled: SampleResult | None = None
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
@@ -80,7 +84,11 @@ class ModelRunner(Worker):
         )  # read now: a bad value is said before weights are read
         self.device = self.platform.device()
         if self.platform.name == "cpu":
-            torch.set_num_threads(config.num_threads or self.platform.default_num_threads)
+            num_threads = config.num_threads or self.platform.default_num_threads
+            torch.set_num_threads(num_threads)
+            library = native_library()
+            if library is not None and library.num_threads != num_threads:
+                library.set_threads(num_threads)
         torch.set_grad_enabled(False)
         self.files = ModelFiles.resolve(config.model, hf_overrides=config.hf_overrides)
         self.hf_config = self.files.hf_config
@@ -261,24 +269,31 @@ class ModelRunner(Worker):
         self.set_vocab_size(self.hf_config.vocab_size)
 
     def _fused_decoder(self) -> FusedDecoder | None:
-        """What runs decode steps in place of the modules; None where they run them, said in the log."""
-        if not self.platform.supports("triton") or self.hf_config.num_hidden_layers == 0:
-            return None
-        from atom.model_ops.fused_cuda import fused_cuda_decoder
-
+        """What runs steps in place of the modules; None where they run them, said in the log."""
+        decoder = self.model.dense_decoder() if self.hf_config.num_hidden_layers else None
         reason = needs_eager() or (None if envs.ATOM_FUSED_DECODE else "ATOM_FUSED_DECODE is off")
-        if reason is None:
+        fused = None
+        if reason is None and self.platform.name == "cpu":
+            fused, reason = self._fuse_on_cpu(decoder)
+        elif reason is None and self.platform.supports("triton"):
+            from atom.model_ops.fused_cuda import fused_cuda_decoder
+
             tables = self._forward.tables
-            decoder, reason = fused_cuda_decoder(
-                self.model.dense_decoder(),
-                self.platform,
-                max_tokens=self.config.max_num_seqs,
-                advance=(tables.computed, tables.last_token),
-            )
+            advance = tables.computed, tables.last_token
+            most = self.config.max_num_seqs
+            fused, reason = fused_cuda_decoder(decoder, self.platform, max_tokens=most, advance=advance)
         if reason is not None:
-            logger.info("decode steps run module by module: %s", reason)
-            return None
-        return decoder
+            logger.info("steps run module by module: %s", reason)
+        return fused
+
+    def _fuse_on_cpu(self, decoder: DenseDecoder | None) -> tuple[FusedDecoder | None, str | None]:
+        from atom.model_ops.fused_cpu import fuse_on_cpu
+
+        if self.config.compilation_level > 0:
+            return None, f"they are compiled (level {self.config.compilation_level:d})"
+        if self.config.mark_trace:
+            return None, "--mark-trace labels modules"
+        return fuse_on_cpu(decoder)
 
     def _new_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Zeros, because a NaN in a slot that was never written would survive a masked product.
@@ -294,8 +309,6 @@ class ModelRunner(Worker):
         self._vocab_size = min(size, self.hf_config.vocab_size)
         ops = sampler_cpu if self.device.type == "cpu" else reference_sampling
         self._sampler = Sampler(self.config.max_num_seqs, self._vocab_size, self.device, ops)
-        if self.model.fused is not None:
-            self.model.fused.set_num_valid_ids(self._vocab_size)
 
     def scheduler_config(self) -> SchedulerConfig:
         is_cpu = self.platform.name == "cpu"
@@ -322,20 +335,31 @@ class ModelRunner(Worker):
         """The forward pass, eagerly or by a recorded graph as ``ForwardMode.decide`` says, and the logits of what
         samples, outside of any graph; a fused decode step has its logits or ids already.
         """
-        fused = self.model.fused if batch.num_prefill_seqs == 0 else None
+        fused, head = self.model.fused, None
         if fused is not None:
-            fused.want_logits(_needs_logits(batch, plan))
+            head = self._head_work(batch, plan)
+            fused.begin(head)
         stop_timer = self._timer.start("gpu_forward_seconds")
-        result = self._forward.run(batch)
+        result = self._forward.run(batch, head)
         stop_timer()
         handle = StepHandle(batch, result, plan)
-        fused_results = None if fused is None else fused.results(result.hidden)
-        if fused_results is not None:
-            handle.logits = fused_results.logits
-            handle.chosen = fused_results if fused_results.logits is None else None
+        if fused is not None:
+            fused.finish(head, result.hidden)
+        if head is not None and head.is_done:
+            handle.logits = head.logits
+            handle.head = head if head.best_ids is not None else None
         elif plan.indices is None or plan.indices:
             handle.logits = self.model.compute_logits(self._last_rows(batch, plan, result))
         return handle
+
+    def _head_work(self, batch: ScheduledBatch, plan: SamplingPlan) -> HeadWork:
+        """What a fused decoder may do at once: the best ids of the rows that sample, or their logits."""
+        rows = np.cumsum(batch.num_scheduled) - 1
+        if plan.indices is not None:
+            rows = rows[plan.indices]
+        prefills = batch.seqs[: batch.num_prefill_seqs]
+        scores_prompts = any(seq.params.prompt_logprobs is not None for seq in prefills)
+        return HeadWork(rows, self._sampler.num_valid_ids, plan.is_argmax, scores_prompts)
 
     def _last_rows(self, batch: ScheduledBatch, plan: SamplingPlan, result: ForwardResult) -> torch.Tensor:
         """Hidden states of the last token of each sequence that samples."""
@@ -368,22 +392,21 @@ class ModelRunner(Worker):
     def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
         rows, context_lens = handle.result.rows, handle.result.context_lens
         tables = self._forward.tables
-        if handle.chosen is not None:
-            chosen = handle.chosen
-            if not chosen.is_advanced:
-                tables.advance(rows, context_lens, rows, chosen.token_ids)
-            handle.sampled = SampleResult(chosen.token_ids, chosen.is_finite).to_host()
-            return
-        if handle.logits is None:
+        if handle.logits is None and handle.head is None:
             tables.advance(rows, context_lens, rows[:0], rows[:0])
             return
         plan = handle.plan
         stop_timer = self._timer.start("gpu_sample_seconds")
-        bans = late_bans(handle.batch) if plan.needs_late_mask else None
-        sampled = self._sampler.sample(handle.logits, plan, bans, masks)
+        head = handle.head
+        if head is not None:
+            sampled = SampleResult(head.best_ids, head.is_finite)
+        else:
+            bans = late_bans(handle.batch) if plan.needs_late_mask else None
+            sampled = self._sampler.sample(handle.logits, plan, bans, masks)
         stop_timer()
-        sampled_rows = rows if plan.index is None else rows[plan.index]
-        tables.advance(rows, context_lens, sampled_rows, sampled.token_ids)
+        if head is None or not head.is_advanced:
+            sampled_rows = rows if plan.index is None else rows[plan.index]
+            tables.advance(rows, context_lens, sampled_rows, sampled.token_ids)
         handle.sampled = sampled.to_host()
         handle.logits = None  # the largest tensor of a step; the handle may wait for another one
 
@@ -501,13 +524,6 @@ class ModelRunner(Worker):
             self._forward.clear_graphs()
         self._remaining, self.forward_vars = iter(()), {}
         self.model = self._forward = self._sampler = self._recorder = None
-
-
-def _needs_logits(batch: ScheduledBatch, plan: SamplingPlan) -> bool:
-    """Whether this decode step asks for more than the best id of each sequence."""
-    if plan.composition.needs or plan.logged_batch is not None:
-        return True
-    return any(seq.guide is not None for seq in batch.seqs)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,7 +1,8 @@
 """GGUF block formats to float32, a run of rows at a time.
 
-The formats of common files have a vectorised path in torch, several times as fast as numpy; every other
-one goes through ``gguf.quants``. Both give the same bits (tested for each type).
+The formats of common files have a native path that writes the parameter itself, and a vectorised one in torch,
+several times as fast as numpy; every other one goes through ``gguf.quants``. All give the same bits (tested for
+each type).
 
 Block layouts: ggml's quantisation formats. Functions take blocks uint8 [num_blocks, block bytes] and
 return float32 [num_blocks, block elements].
@@ -13,6 +14,7 @@ from math import prod
 import torch
 
 from atom.errors import ModelLoadError
+from atom.kernels.cpu.native.dequantize import dequantize
 from atom.model_loader.checkpoint import TensorInfo
 from atom.model_loader.lazy_tensor import RowSource
 from atom.model_loader.weight_file import WeightFile
@@ -128,6 +130,7 @@ class QuantisedRows(RowSource):
         self._file = file
         self._offset = info.offset
         self.shape = info.shape
+        self._type = info.dtype
         # Blocks run along the last dimension: a vector is stored as one row, whatever part is asked for.
         self._row_bytes = info.num_bytes // max(1, prod(info.shape[:-1]))
         self._rows_per_step = prod(info.shape[1:-1])
@@ -141,9 +144,19 @@ class QuantisedRows(RowSource):
         first, last = start * self._rows_per_step, stop * self._rows_per_step
         return self._read(first, last).view(stop - start, *self.shape[1:])
 
+    def copy_rows(self, start: int, stop: int, target: torch.Tensor) -> None:
+        if len(self.shape) > 1:
+            blocks = self._blocks(start * self._rows_per_step, stop * self._rows_per_step)
+            if dequantize(blocks, self._type, target):
+                return
+        super().copy_rows(start, stop, target)
+
     def _read(self, first: int, last: int) -> torch.Tensor:
+        return self._dequantise(self._blocks(first, last))
+
+    def _blocks(self, first: int, last: int) -> torch.Tensor:
         raw = self._file.bytes_at(self._offset + first * self._row_bytes, (last - first) * self._row_bytes)
-        return self._dequantise(raw.view(-1, self._block_bytes))
+        return raw.view(-1, self._block_bytes)
 
     def release(self, start: int, stop: int) -> None:
         if len(self.shape) > 1:

@@ -1,15 +1,16 @@
 """The tokenizer inside a GGUF file as a ``tokenizers.Tokenizer``. No torch, no transformers.
 
 SentencePiece vocabularies (``tokenizer.ggml.model`` = ``llama``) carry a score a token and no merges; the
-merges are recovered from the vocabulary, which takes seconds for 262k tokens, so the result is kept in the
-cache folder as a ``tokenizer.json``. Byte-level vocabularies (``gpt2``) carry their merges.
+merges are recovered from the vocabulary, which takes seconds for 262k tokens, so they are kept in the cache
+folder. Byte-level vocabularies (``gpt2``) carry their merges.
 """
 
 import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = 1  # grows when the conversion changes its result
+Merges = list[tuple[str, str]]  # in the order in which they are tried
+RecoverFn = Callable[[Sequence[str], Mapping[str, int], np.ndarray], Merges]  # see recover_merges
+
+CACHE_VERSION = 2  # grows when what is kept changes
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
 _SPACE = "\u2581"
 
@@ -60,42 +64,49 @@ PRE_TOKENIZERS: dict[str, tuple[str | None, bool, bool]] = {
 
 
 def load_gguf_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
-    """The tokenizer of a file, from the cache where it has been converted before.
+    """The tokenizer of a file, with merges from the cache where they have been recovered before.
 
     Raises:
         ConfigError: a kind of tokenizer that we do not know.
         ModelLoadError: the file lacks a part of it.
     """
-    from tokenizers import Tokenizer
-
-    try:
-        path = private_cache_folder("tokenizers") / f"{_digest(metadata)}.json"
-    except ConfigError as error:
-        logger.warning("The converted tokenizer is not kept: %s", error)
+    if metadata.get("tokenizer.ggml.model") != "llama":
         return build_gguf_tokenizer(metadata)
+    try:
+        path = private_cache_folder("tokenizers") / f"{_digest(metadata)}.npy"
+    except ConfigError as error:
+        logger.warning("The recovered merges are not kept: %s", error)
+        return build_gguf_tokenizer(metadata)
+    return build_gguf_tokenizer(metadata, partial(_kept_merges, path))
+
+
+def _kept_merges(path: Path, tokens: Sequence[str], vocab: Mapping[str, int], scores: np.ndarray) -> Merges:
+    """As :func:`recover_merges`, from ``path`` (pairs of ids) if they are there, else kept there."""
     if path.is_file():
         try:
-            return Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for a damaged file
-            logger.warning("Converting again, %s is damaged: %s", path, error)
-    tokenizer = build_gguf_tokenizer(metadata)
-    _keep(tokenizer, path)
-    return tokenizer
+            left, right = np.load(path, allow_pickle=False).T.tolist()
+            return list(zip(map(tokens.__getitem__, left), map(tokens.__getitem__, right), strict=True))
+        except (OSError, ValueError, EOFError, IndexError, TypeError) as error:
+            logger.warning("Recovering the merges again, %s is damaged: %s", path, error)
+    merges = recover_merges(tokens, vocab, scores)
+    pairs = np.array([(vocab[left], vocab[right]) for left, right in merges], np.int32).reshape(-1, 2)
+    _keep(pairs, path)
+    return merges
 
 
-def _keep(tokenizer: "Tokenizer", path: Path) -> None:
+def _keep(pairs: np.ndarray, path: Path) -> None:
     """Write aside, then rename: a reader never sees half a file."""
     try:
         handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        os.close(handle)
         try:
-            tokenizer.save(aside, pretty=False)
+            with os.fdopen(handle, "wb") as file:
+                np.save(file, pairs)
             os.replace(aside, path)
         except BaseException:
             os.unlink(aside)
             raise
-    except Exception as error:  # a full disk costs the next start two seconds, nothing more
-        logger.warning("The converted tokenizer is not kept: %s", error)
+    except OSError as error:  # a full disk costs the next start two seconds, nothing more
+        logger.warning("The recovered merges are not kept: %s", error)
 
 
 def _digest(metadata: Mapping[str, Any]) -> str:
@@ -112,8 +123,8 @@ def _digest(metadata: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
-    """Convert without the cache; see :func:`load_gguf_tokenizer`."""
+def build_gguf_tokenizer(metadata: Mapping[str, Any], recover: RecoverFn | None = None) -> "Tokenizer":
+    """See :func:`load_gguf_tokenizer`; ``recover`` is called in place of :func:`recover_merges`."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = list(_required(metadata, "tokens"))
     types = np.asarray(metadata.get("tokenizer.ggml.token_type", np.ones(len(tokens))))
@@ -123,7 +134,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
     used = np.flatnonzero(types != _UNUSED)
     tokens = tokens[: int(used[-1]) + 1 if used.size else 0]
     if kind == "llama":
-        tokenizer = _sentencepiece(metadata, tokens)
+        tokenizer = _sentencepiece(metadata, tokens, recover or recover_merges)
     elif kind == "gpt2":
         tokenizer = _byte_level(metadata, tokens, types)
     else:
@@ -142,7 +153,7 @@ def _required(metadata: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> "Tokenizer":
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], recover: RecoverFn) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     is_gemma = str(metadata.get("general.architecture", "")).startswith("gemma")
@@ -158,7 +169,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> "Tokenizer
     tokenizer = Tokenizer(
         models.BPE(
             vocab,
-            recover_merges(tokens, vocab, scores),
+            recover(tokens, vocab, scores),
             unk_token=tokens[unknown] if unknown is not None and unknown < len(tokens) else None,
             fuse_unk=True,
             byte_fallback=True,
@@ -174,9 +185,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> "Tokenizer
     return tokenizer
 
 
-def recover_merges(
-    tokens: Sequence[str], vocab: Mapping[str, int], scores: np.ndarray
-) -> list[tuple[str, str]]:
+def recover_merges(tokens: Sequence[str], vocab: Mapping[str, int], scores: np.ndarray) -> Merges:
     """Every way to put a token together from two others, best score first.
 
     Equal scores (all the ways to one token) rank the longer left part first.

@@ -33,6 +33,10 @@ class RowSource(ABC):
         Called from several threads at once where ``map_chunks`` is a thread pool's.
         """
 
+    def copy_rows(self, start: int, stop: int, target: torch.Tensor) -> None:
+        """Rows ``start..stop`` into ``target`` of their shape, in its dtype."""
+        target.copy_(self.read_rows(start, stop))
+
     def release(self, start: int, stop: int) -> None:  # noqa: B027  (nothing to release is the common case)
         """The rows have been copied: forget mapped pages. Reading them again stays possible."""
 
@@ -68,7 +72,7 @@ class LazyTensor(torch.Tensor):
 
         def copy_chunk(rows: tuple[int, int]) -> None:
             begin, end = rows
-            target[begin:end].copy_(source.read_rows(first + begin, first + end))
+            source.copy_rows(first + begin, first + end, target[begin:end])
             source.release(first + begin, first + end)
 
         row_bytes = prod(source.shape[1:]) * source.dtype.itemsize

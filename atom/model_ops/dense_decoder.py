@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from atom.model_ops.layernorm import QKNorm, RMSNorm
     from atom.model_ops.linear import LinearBase
     from atom.model_ops.rotary_embedding import RotaryEmbedding
-    from atom.utils.forward_context import ForwardContext
+    from atom.utils.forward_context import ForwardContext, HeadWork
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,16 +56,6 @@ class DenseDecoder:
     logits_soft_cap: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class FusedResults:
-    """What a fused step made beside its hidden states; row i belongs to sequence i. They die at the next step."""
-
-    token_ids: torch.Tensor  # [num_seqs] int64, the best ids, lowest on ties
-    is_finite: torch.Tensor  # [num_seqs] bool, whether the best logit is
-    logits: torch.Tensor | None  # [num_seqs, vocab_size]; None where nobody wanted them
-    is_advanced: bool  # whether the device tables hold the ids and lengths already
-
-
 class FusedDecoder(ABC):
     """Runs a ``DenseDecoder`` in place of its modules, for the steps that it takes."""
 
@@ -77,14 +67,10 @@ class FusedDecoder(ABC):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """As ``CausalLM.forward``, inside a forward context: hidden states behind the final norm."""
 
-    def set_num_valid_ids(self, count: int) -> None:
-        """Ids from ``count`` on are never chosen; a decoder without a head ignores it."""
+    def begin(self, head: HeadWork) -> None:
+        """Before a step, be it run or replayed: what its head is asked for. The forward context has it too."""
         return None
 
-    def want_logits(self, wants: bool) -> None:
-        """Whether somebody will read the logits of the steps to come; a decoder without a head ignores it."""
-        return None
-
-    def results(self, hidden: torch.Tensor) -> FusedResults | None:
-        """What the step that made ``hidden`` left beside it, be it run or replayed; None: nothing."""
+    def finish(self, head: HeadWork, hidden: torch.Tensor) -> None:
+        """Put into ``head`` what the step that made ``hidden`` left beside it, if it did not do so itself."""
         return None

@@ -10,7 +10,7 @@ from torch import nn
 
 from atom.distributed.parallel_state import get_tp_group
 from atom.errors import ConfigError, ModelLoadError
-from atom.kernels.reference.linear import quantize_rows_int8
+from atom.kernels.linear import LinearKernel
 from atom.kernels.registry import select_kernel
 from atom.model_ops.weights import free_parameter, new_parameter
 
@@ -18,7 +18,11 @@ LM_HEAD_DTYPES = ("auto", "int8")
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the vocabulary, padded to a multiple of the group's size; a rank holds consecutive ones."""
+    """Rows of the vocabulary, padded to a multiple of the group's size; a rank holds consecutive ones.
+
+    Where a kernel reads rows from the layout of products, the table is kept in that alone: a head that shares it
+    packs it for both.
+    """
 
     def __init__(self, num_embeddings: int, embedding_dim: int):
         super().__init__()
@@ -27,6 +31,12 @@ class VocabParallelEmbedding(nn.Module):
         self.num_rows = -(-num_embeddings // self.tp.world_size)
         self.first_row = self.tp.rank * self.num_rows
         self.weight = new_parameter(self.num_rows, embedding_dim, loader=self.load_rows)
+        self.kernel = select_kernel(
+            "linear", dtype=self.weight.dtype, in_features=embedding_dim, out_features=self.num_rows
+        )
+        self.packed: Any = None
+        self.dtype = self.weight.dtype
+        self.is_shared = False  # a head packs this table
 
     def load_rows(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
         expected = [self.num_embeddings, *param.shape[1:]]
@@ -36,14 +46,28 @@ class VocabParallelEmbedding(nn.Module):
         param.data[: len(mine)].copy_(mine)
         param.data[len(mine) :].zero_()
 
+    def after_load(self) -> None:
+        if self.weight is not None and self.kernel.can_gather and not self.is_shared:
+            self.replace(self.kernel.pack(self.weight.data), self.kernel)
+
+    def replace(self, packed: Any, kernel: LinearKernel) -> None:
+        """Read rows from ``packed`` of ``kernel`` from now on; frees the weight."""
+        self.packed, self.kernel = packed, kernel
+        free_parameter(self.weight)
+        self.weight = None
+
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``input_ids [num_tokens]`` -> ``[num_tokens, embedding_dim]``."""
         if self.tp.world_size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self._rows(input_ids)
         local = input_ids - self.first_row
         is_mine = (local >= 0) & (local < self.num_rows)
-        rows = F.embedding(local * is_mine, self.weight) * is_mine.unsqueeze(-1)
-        return self.tp.all_reduce(rows)
+        return self.tp.all_reduce(self._rows(local * is_mine) * is_mine.unsqueeze(-1))
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return self.kernel.gather(ids, self.packed).to(self.dtype)
+        return F.embedding(ids, self.weight)
 
 
 class ParallelLMHead(nn.Module):
@@ -51,8 +75,8 @@ class ParallelLMHead(nn.Module):
 
     Args:
         tied_to: the embedding whose weight it shares; None for a weight of its own.
-        dtype: ``auto`` computes in the weight's dtype; ``int8`` in int8 with one scale a row (the embedding
-            table stays as it is).
+        dtype: ``auto`` computes in the weight's dtype; ``int8`` in int8 with one scale a row. A tied embedding is
+            read from what the head packed, where the kernel can.
     """
 
     def __init__(
@@ -72,11 +96,11 @@ class ParallelLMHead(nn.Module):
         self.table = VocabParallelEmbedding(num_embeddings, embedding_dim) if tied_to is None else None
         # Not a submodule: a tied weight is listed, loaded and counted once, with the embedding.
         self._source = [tied_to or self.table]
+        self._source[0].is_shared = True
         rows = self._source[0].num_rows
         self.bias = new_parameter(rows, loader=self._load_bias) if bias else None
         traits = {"in_features": embedding_dim, "out_features": rows}
-        self.is_int8 = dtype == "int8"
-        op = "int8_linear" if self.is_int8 else "linear"
+        op = "int8_linear" if dtype == "int8" else "linear"
         self.kernel = select_kernel(op, dtype=self._source[0].weight.dtype, **traits)
         self.packed: Any = None
 
@@ -89,36 +113,35 @@ class ParallelLMHead(nn.Module):
         param.data[len(mine) :].zero_()
 
     def after_load(self) -> None:
-        """Pack or quantise the weight; an untied one is freed when a copy was made."""
-        if self._source[0].weight is None:
+        """Pack or quantise the weight; the original is freed when a copy was made and nothing else needs it."""
+        source = self._source[0]
+        if source.weight is None:
             return
-        weight = self._source[0].weight.data
-        self.packed = quantize_rows_int8(weight) if self.is_int8 else self.kernel.pack(weight)
-        if self.table is not None and self._makes_copy:
-            free_parameter(self.table.weight)
-            self.table.weight = None
+        self.packed = self.kernel.pack(source.weight.data)
+        if self._replaces_source:
+            source.replace(self.packed, self.kernel)
+        elif self.table is not None and self.kernel.makes_copy:
+            free_parameter(source.weight)
+            source.weight = None
 
     @property
-    def _makes_copy(self) -> bool:
-        return self.is_int8 or self.kernel.makes_copy
+    def _replaces_source(self) -> bool:
+        """Whether the embedding is read from this layer's packed weight: one copy in memory."""
+        return self.kernel.can_gather and self._source[0].kernel.can_gather
 
     def num_extra_bytes(self) -> int:
         """What this layer takes, once loaded, beyond the parameters that it lists."""
         weight = self._source[0].weight
-        if weight is None or not self._makes_copy:  # None: packed already, and listed no more
+        if weight is None or not self.kernel.makes_copy:  # None: packed already, and listed no more
             return 0
-        packed = weight.numel() + 4 * len(weight) if self.is_int8 else weight.nbytes
-        return packed if self.table is None else packed - weight.nbytes
+        packed = self.kernel.num_bytes(*weight.shape, weight.dtype)
+        is_freed = self.table is not None or self._replaces_source
+        return packed - weight.nbytes if is_freed else packed
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``hidden_states [num_rows, hidden_size]`` -> logits ``[num_rows, vocab_size]`` on every rank.
 
         In the dtype of the hidden states; fp32 from an int8 head.
         """
-        if self.is_int8:
-            logits = self.kernel(hidden_states, *self.packed)
-            if self.bias is not None:
-                logits += self.bias
-        else:
-            logits = self.kernel(hidden_states, self.packed, self.bias)
+        logits = self.kernel(hidden_states, self.packed, self.bias)
         return self.tp.all_gather(logits)[..., : self.num_embeddings]

@@ -23,12 +23,12 @@ from atom.kernels.triton.decode_linear import (
 from atom.kernels.triton.decode_parts import ACTIVATIONS, compact
 from atom.kernels.triton.decode_step import choose, embed
 from atom.kernels.triton.decode_table import load_table
-from atom.model_ops.dense_decoder import DenseDecoder, DenseLayer, FusedDecoder, FusedResults
+from atom.model_ops.dense_decoder import DenseDecoder, DenseLayer, FusedDecoder
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.linear import LinearBase
 from atom.model_ops.rotary_embedding import RotaryEmbedding
 from atom.platforms import Platform
-from atom.utils.forward_context import ForwardContext, get_forward_context
+from atom.utils.forward_context import ForwardContext, HeadWork, get_forward_context
 
 Advance = tuple[torch.Tensor, torch.Tensor]  # of the device tables: computed, last_token
 
@@ -41,8 +41,10 @@ def why_not(decoder: DenseDecoder | None, platform: Platform) -> str | None:
     if head_.tp.world_size > 1:
         return "it is split over several ranks"
     is_plain = isinstance(head_.packed, torch.Tensor) and head_.packed.dim() == 2
-    if not is_plain or head_.is_int8 or head_.bias is not None or decoder.logits_soft_cap is not None:
+    if not is_plain or head_.bias is not None or decoder.logits_soft_cap is not None:
         return "its head has packed weights, a bias or a soft cap"
+    if decoder.embedding.weight is None:
+        return "its embedding is packed for another kernel"
     if first.attention.backend.spec.dtype is not torch.bfloat16 and platform.name != "cpu":
         return f"its dtype is {first.attention.backend.spec.dtype}, not bfloat16"
     hidden_size = decoder.embedding.weight.shape[1]
@@ -187,27 +189,34 @@ class FusedCudaDecoder(FusedDecoder):
         self._keys = room(dtype=torch.int64)
         self.token_ids, self.is_finite = room(dtype=torch.int64), room(dtype=torch.bool)
         self._flags = torch.tensor([1, vocab], dtype=torch.int32).to(device)
-        self._wants_logits = True
+        self._wants_logits, self._num_valid_ids = True, vocab
         self._advance = advance
         self._is_advanced = False
 
-    def set_num_valid_ids(self, count: int) -> None:
-        self._flags[1].fill_(count)
+    def begin(self, head: HeadWork) -> None:
+        self.want_logits(not head.is_argmax)
+        if head.num_valid_ids != self._num_valid_ids:
+            self._num_valid_ids = head.num_valid_ids
+            self._flags[1].fill_(head.num_valid_ids)
 
     def want_logits(self, wants: bool) -> None:
+        """Whether the steps to come write logits."""
         if wants != self._wants_logits:
             self._wants_logits = wants
             self._flags[0].fill_(int(wants))
 
-    def results(self, hidden: torch.Tensor) -> FusedResults | None:
+    def finish(self, head: HeadWork, hidden: torch.Tensor) -> None:
         if hidden.data_ptr() != self.hidden.data_ptr():
-            return None
+            return
         n = len(hidden)
-        logits = self.logits[:n] if self._wants_logits else None
-        ids, is_finite = self.token_ids[:n], self.is_finite[:n]
-        if ids.device.type == "cpu":  # nothing copies them on their way to the host
-            ids, is_finite = ids.clone(), is_finite.clone()
-        return FusedResults(ids, is_finite, logits, self._is_advanced)
+        head.is_done = True
+        if self._wants_logits:
+            head.logits = self.logits[:n]
+            return
+        head.best_ids, head.is_finite = self.token_ids[:n], self.is_finite[:n]
+        if hidden.device.type == "cpu":  # nothing copies them on their way to the host
+            head.best_ids, head.is_finite = head.best_ids.clone(), head.is_finite.clone()
+        head.is_advanced = self._is_advanced
 
     def takes(self, context: ForwardContext, num_tokens: int) -> bool:
         metadata = context.attn_metadata.get(self._layers[0].name)

@@ -44,10 +44,13 @@ class LinearBase(nn.Module):
         """Pack the weight; the unpacked one is freed unless the kernel uses it as it is."""
         if self.weight is None:
             return
-        self.packed = self.kernel.pack(self.weight.data)
+        self.packed = self._pack(self.weight.data)
         if self.kernel.makes_copy:
             free_parameter(self.weight)
             self.weight = None
+
+    def _pack(self, weight: torch.Tensor) -> Any:
+        return self.kernel.pack(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [num_tokens, in_features]`` -> ``[num_tokens, out_features]``."""
@@ -97,6 +100,23 @@ class MergedColumnParallelLinear(LinearBase):
         copy_into(target, slice_of(tensor, 0, self.tp.rank, size, self.tp.world_size))
 
     load_bias = load_weight
+
+
+class GateUpParallelLinear(MergedColumnParallelLinear):
+    """``[gate | up]`` of a gated MLP, or ``activation(gate) * up`` where the kernel computes that at once.
+
+    Which of the two is said by ``is_activated``, once the weight is packed.
+    """
+
+    def __init__(self, in_features: int, intermediate_size: int, activation: str, *, bias: bool = False):
+        super().__init__(in_features, (intermediate_size, intermediate_size), bias=bias)
+        self.activation = activation
+        self.is_activated = False
+
+    def _pack(self, weight: torch.Tensor) -> Any:
+        packed = self.kernel.pack_gated(weight, self.activation)
+        self.is_activated = packed is not None
+        return packed if self.is_activated else super()._pack(weight)
 
 
 class QKVParallelLinear(LinearBase):

@@ -80,6 +80,11 @@ class SamplingPlan:
         return not self.composition.needs & RANDOM
 
     @property
+    def is_argmax(self) -> bool:
+        """Whether the best ids are all that is wanted of the logits."""
+        return not self.composition.needs and self.logged_batch is None
+
+    @property
     def needs_late_mask(self) -> bool:
         """Whether ``late_bans`` must be asked once the step before this one is committed."""
         return bool(self.composition.needs & LATE_BANS)
@@ -349,15 +354,15 @@ def late_bans(batch: ScheduledBatch) -> list[tuple[int, int]]:
 def to_batch_output(batch: ScheduledBatch, plan: SamplingPlan, result: SampleResult) -> BatchOutput:
     """A step's result as the scheduler wants it. The only function here that waits for the device."""
     result.wait()
-    ids = result.token_ids.tolist()
+    ids, is_finite = result.token_ids.numpy().tolist(), result.is_finite.numpy()
     indices = plan.indices
     output = BatchOutput(ids)
     if indices is not None:
         output.token_ids = [0] * batch.num_seqs
         for i, token_id in zip(indices, ids, strict=True):
             output.token_ids[i] = token_id
-    if not bool(result.is_finite.all()):
-        failed = [row for row, ok in enumerate(result.is_finite.tolist()) if not ok]
+    if not is_finite.all():
+        failed = [row for row, ok in enumerate(is_finite.tolist()) if not ok]
         output.errors = {row if indices is None else indices[row]: NOT_FINITE for row in failed}
     if result.logprobs is not None:
         composition = plan.composition

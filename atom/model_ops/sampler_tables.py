@@ -18,6 +18,7 @@ BANS = 8  # single-token bad words
 MIN_TOKENS = 16
 LATE_BANS = 32  # bad words of several tokens: depend on the ids just sampled
 LOGPROBS = 64
+GUIDED = 128  # a grammar's mask comes with the step
 CHANGES_LOGITS = PENALTIES | BIAS | BANS | MIN_TOKENS | LATE_BANS
 
 MIN_TEMPERATURE = 1e-5  # below it the best id has all the weight
@@ -211,6 +212,8 @@ def needs_of(seq: Sequence) -> int:
         needs |= MIN_TOKENS
     if p.num_logprobs >= 0:
         needs |= LOGPROBS
+    if seq.guide is not None:
+        needs |= GUIDED
     for word in seq.bad_word_ids:
         needs |= BANS if len(word) == 1 else LATE_BANS
     return needs

@@ -21,7 +21,7 @@ from atom.model_ops.activation import get_act_and_mul
 from atom.model_ops.attention import Attention
 from atom.model_ops.dense_decoder import DenseDecoder, FusedDecoder
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
-from atom.model_ops.linear import MergedColumnParallelLinear, RowParallelLinear
+from atom.model_ops.linear import GateUpParallelLinear, RowParallelLinear
 from atom.model_ops.rotary_embedding import get_rope
 from atom.model_ops.weights import run_after_load
 from atom.utils.forward_context import get_forward_context
@@ -72,7 +72,6 @@ class CausalLM(nn.Module):
         is_compiled = engine_config is not None and engine_config.compilation_level > 0
         with traceable_kernels(is_compiled):
             self.model = self.body_class(config)
-        self.fused: FusedDecoder | None = None  # runs the steps that it takes in place of ``model``
         self.is_tied = bool(config.get("tie_word_embeddings", False))
         self.lm_head = ParallelLMHead(
             config.vocab_size,
@@ -80,11 +79,13 @@ class CausalLM(nn.Module):
             tied_to=self.model.embed_tokens if self.is_tied else None,
             dtype=lm_head_dtype,
         )
+        self.fused: FusedDecoder | None = None  # runs the steps that it takes in place of the modules
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``input_ids``, ``positions`` ``[num_tokens]`` -> hidden states ``[num_tokens, hidden_size]``."""
-        if self.fused is not None and self.fused.takes(get_forward_context(), len(input_ids)):
-            return self.fused.forward(input_ids, positions)
+        fused = self.fused
+        if fused is not None and fused.takes(get_forward_context(), len(input_ids)):
+            return fused.forward(input_ids, positions)
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -174,14 +175,15 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool = False):
         super().__init__()
-        sizes = (intermediate_size, intermediate_size)
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, sizes, bias=bias)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias)
         self.act = get_act_and_mul(activation)
         self.activation = "silu" if activation == "silu" else "gelu_tanh"
+        self.gate_up_proj = GateUpParallelLinear(hidden_size, intermediate_size, self.activation, bias=bias)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act(self.gate_up_proj(x)))
+        gate_up = self.gate_up_proj
+        x = gate_up(x)
+        return self.down_proj(x if gate_up.is_activated else self.act(x))
 
 
 def window_of_layer(config: HFConfig, index: int) -> int | None:

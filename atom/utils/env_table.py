@@ -301,7 +301,7 @@ TABLE: tuple[EnvVar, ...] = (
     *group(
         "Fusion: decode of dense models",
         flag("ATOM_FUSED_DECODE", True,
-             "Run decode steps as five launches a layer on CUDA; off runs the modules, to compare.", effective=True),
+             "Run dense models' steps fused: decode as five launches a layer on CUDA, a whole step as one native call on the CPU; off runs the modules, to compare.", effective=True),
     ),
     *group(
         "Draft CUDAGraphs (all drafter flavors)",

@@ -103,6 +103,26 @@ class SpecDecodeMetadata:
 
 
 @dataclass(slots=True)
+class HeadWork:
+    """What a fused decoder may do behind the hidden states in the same call, and what came out.
+
+    ``rows`` are the tokens that sample, ascending. With ``is_argmax`` the result is each row's best id below
+    ``num_valid_ids``, the lowest on ties, otherwise the rows' logits. Where ``keeps_hidden`` is False, the hidden
+    states that the model returns are undefined. Results die at the next step.
+    """
+
+    rows: "np.ndarray"  # [num_rows] int64
+    num_valid_ids: int
+    is_argmax: bool
+    keeps_hidden: bool
+    is_done: bool = False  # the rest is the result
+    best_ids: "torch.Tensor | None" = None  # [num_rows] int64
+    is_finite: "torch.Tensor | None" = None  # [num_rows] bool, whether the best logit is
+    logits: "torch.Tensor | None" = None  # [num_rows, vocab_size]
+    is_advanced: bool = False  # whether the step's tables hold the ids and lengths already
+
+
+@dataclass(slots=True)
 class ForwardContext:
     """``attn_metadata`` and ``kv_cache_data`` are by layer name; the layers of a cache group share an entry.
 
@@ -116,6 +136,7 @@ class ForwardContext:
     dp_metadata: DPMetadata | None = None
     spec_decode_metadata: SpecDecodeMetadata | None = None
     tr_graph: Literal["record", "replay"] | None = None
+    head: HeadWork | None = None
 
 
 _EMPTY = ForwardContext()

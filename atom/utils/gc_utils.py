@@ -4,9 +4,11 @@ A full collection walks every tracked object while the process stands still. Aft
 them are start-up state that is never garbage: frozen, they are not walked again.
 """
 
+import ctypes
 import gc
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 from atom.utils import envs
@@ -37,6 +39,15 @@ def freeze_heap() -> int:
     frozen = gc.get_freeze_count() - before
     logger.info("%d objects of the start-up heap are exempt from garbage collection", frozen)
     return frozen
+
+
+def trim_heap() -> None:
+    """Give freed memory of the start-up back to the system, where the C library can (glibc); a few milliseconds.
+
+    Loading leaves holes behind: reading a tokenizer of 262,144 tokens 190 MB of them.
+    """
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def unfreeze_heap() -> None:

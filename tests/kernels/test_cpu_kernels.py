@@ -8,7 +8,7 @@ from atom.kernels.cpu import linear as cpu_linear
 from atom.kernels.cpu.attention import decode_attention, prefill_attention
 from atom.kernels.reference import activation, norm, rotary
 from atom.kernels.reference.attention import attend
-from atom.kernels.reference.linear import int8_linear, quantize_rows_int8
+from atom.kernels.reference.linear import Int8Linear, quantize_rows_int8
 from atom.kernels.registry import select_kernel
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -85,16 +85,15 @@ def test_int8_rows_and_products():
     error = (values.float() * scales[:, None] - weight).abs()
     assert bool((error <= scales[:, None] * 0.5001).all())
     x = torch.randn(5, 64)
-    reference = int8_linear(x, values, scales)
+    reference = Int8Linear()(x, (values, scales), None)
     torch.testing.assert_close(reference, x @ (values.float() * scales[:, None]).t(), rtol=1e-5, atol=1e-4)
-    fast = cpu_linear.int8_linear(x, values, scales)
+    fast = cpu_linear.IntMmLinear()(x, (values, scales), None)
     relative = (fast - reference).norm(dim=0) / reference.norm(dim=0).clamp(min=1e-9)
     assert relative.max() < 0.05  # rounding x to int8: about 0.5 % of its largest value
 
 
 def test_the_cpu_chooses_its_own_implementations():
     assert select_kernel("rms_norm", device=torch.device("cpu")) is elementwise.rms_norm
-    assert select_kernel("int8_linear", device=torch.device("cpu")) is cpu_linear.int8_linear
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"window": 300}, {"soft_cap": 2.0}, {"sinks": True}])

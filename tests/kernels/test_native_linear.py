@@ -278,3 +278,15 @@ def test_other_processors_kernels(tier, monkeypatch):
             assert torch.equal(linear(x[:m], packed), whole[:m]), (name, m)
         if name in ("int8", "int8_a8"):
             assert relative(whole, expected[name]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_weight_is_packed_where_it_lies(dtype):
+    format = "bf16" if dtype is torch.bfloat16 else "fp32"
+    for n in (64, 640, 600):  # the last one has a panel that is not full
+        weight = torch.randn(n, 96).to(dtype)
+        wanted = pack(weight, format)
+        address = weight.data_ptr()
+        found = pack(weight, format, in_place=True)
+        assert torch.equal(found.data, wanted.data)
+        assert (found.data.data_ptr() == address) == (n % 64 == 0)

@@ -1,10 +1,12 @@
 """From a scheduled batch to the tensors of a forward pass: packing on the host, deriving on the device."""
 
 import numpy as np
+import pytest
 import torch
 
 from atom.core import ScheduledBatch, Sequence
 from atom.model_engine.runner.device_tables import DeviceTables
+from atom.model_engine.runner.host_tables import HostTables
 from atom.model_engine.runner.input_packer import RING_SIZE, InputPacker
 from atom.sampling_params import SamplingParams
 
@@ -41,13 +43,27 @@ def prepared(tables, packer, step, running_bs=None, running_tokens=None):
     return tables.derive(buffer, packed, bound, running_tokens)
 
 
-def fresh(num_groups=1, gathers_tables=True):
-    capacity = InputPacker.capacity(8, 64, 16, num_groups)
-    tables = DeviceTables(8, 16, num_groups, BLOCK, torch.device("cpu"), gathers_tables)
-    return tables, InputPacker(capacity, tables.trash_row)
+@pytest.fixture(params=["device", "host"])
+def fresh(request):
+    """Tables as devices have them, and as the CPU does."""
+
+    def make(num_groups=1):
+        sizes = (8, 16, num_groups, BLOCK)
+        is_host = request.param == "host"
+        tables = HostTables(*sizes) if is_host else DeviceTables(*sizes, torch.device("cpu"))
+        capacity = InputPacker.capacity(8, 64, 16, num_groups)
+        return tables, InputPacker(capacity, tables.trash_row)
+
+    return make
 
 
-def test_prefill_chunks_of_two_prompts():
+def block_tables(inputs, group=0):
+    """Of the step's sequences."""
+    table = inputs.groups[group].block_tables
+    return table[inputs.rows] if inputs.has_table_rows else table
+
+
+def test_prefill_chunks_of_two_prompts(fresh):
     tables, packer = fresh()
     first, second = sequence(3, list(range(10, 20))), sequence(0, list(range(50, 56)))
     patches = [[(3, 0, 7), (3, 1, 2), (0, 0, 5), (0, 1, 6)]]
@@ -57,10 +73,10 @@ def test_prefill_chunks_of_two_prompts():
     assert inputs.cu_seqlens_q.tolist() == [0, 5, 11]
     assert inputs.context_lens.tolist() == [7, 6]
     assert inputs.groups[0].slot_mapping.tolist() == [30, 31, 8, 9, 10, 20, 21, 22, 23, 24, 25]
-    assert inputs.groups[0].block_tables.tolist() == [[7, 2], [5, 6]]
+    assert block_tables(inputs)[:, :2].tolist() == [[7, 2], [5, 6]]
 
 
-def test_decode_takes_ids_and_positions_from_the_device():
+def test_decode_takes_ids_and_positions_from_the_device(fresh):
     tables, packer = fresh()
     first, second = sequence(1, [1, 2, 3]), sequence(4, [9] * 5)
     step = batch([first, second], [0, 0], [3, 5], 2, [[(1, 0, 1), (4, 0, 2), (4, 1, 3)]])
@@ -74,7 +90,7 @@ def test_decode_takes_ids_and_positions_from_the_device():
     assert inputs.groups[0].slot_mapping.tolist() == [3 * BLOCK + 1, BLOCK + 3]
 
 
-def test_a_mixed_step_puts_decode_rows_behind_prefill_rows():
+def test_a_mixed_step_puts_decode_rows_behind_prefill_rows(fresh):
     tables, packer = fresh()
     old, new = sequence(2, [5, 6]), sequence(6, [7, 8, 9])
     inputs = prepared(tables, packer, batch([old], [0], [2], 1, [[(2, 0, 4)]]))
@@ -85,7 +101,7 @@ def test_a_mixed_step_puts_decode_rows_behind_prefill_rows():
     assert inputs.groups[0].slot_mapping.tolist() == [36, 37, 38, 18]
 
 
-def test_every_cache_group_has_its_own_table():
+def test_every_cache_group_has_its_own_table(fresh):
     tables, packer = fresh(num_groups=2)
     seq = sequence(0, [1, 2, 3, 4, 5])
     inputs = prepared(
@@ -95,7 +111,7 @@ def test_every_cache_group_has_its_own_table():
     assert inputs.groups[1].slot_mapping.tolist() == [32, 33, 34, 35, 36]
 
 
-def test_a_buffer_is_not_written_again_before_the_ring_has_gone_round():
+def test_a_buffer_is_not_written_again_before_the_ring_has_gone_round(fresh):
     _, packer = fresh()
     seqs = [sequence(i, [i + 1, i + 2]) for i in range(RING_SIZE)]
     packed = [packer.pack(batch([seq], [0], [2], 1, [[]])) for seq in seqs]
@@ -105,7 +121,7 @@ def test_a_buffer_is_not_written_again_before_the_ring_has_gone_round():
     assert np.shares_memory(again.buffer, packed[0].buffer)
 
 
-def test_padded_decode_rows_are_the_trash_row_and_write_nowhere():
+def test_padded_decode_rows_are_the_trash_row_and_write_nowhere(fresh):
     tables, packer = fresh()
     first, second = sequence(1, [1, 2, 3]), sequence(4, [9] * 5)
     step = batch([first, second], [0, 0], [3, 5], 2, [[(1, 0, 1), (4, 0, 2), (4, 1, 3)]])
@@ -123,7 +139,7 @@ def test_padded_decode_rows_are_the_trash_row_and_write_nowhere():
     assert tables.computed[[1, 4]].tolist() == [4, 6]
 
 
-def test_a_padded_prefill_has_empty_sequences_and_tokens_of_nobody():
+def test_a_padded_prefill_has_empty_sequences_and_tokens_of_nobody(fresh):
     tables, packer = fresh()
     first, second = sequence(3, list(range(10, 15))), sequence(0, [50, 51])
     step = batch([first, second], [0, 0], [5, 2], 2, [[(3, 0, 7), (3, 1, 2), (0, 0, 5)]])
@@ -137,7 +153,8 @@ def test_a_padded_prefill_has_empty_sequences_and_tokens_of_nobody():
 
 
 def test_tables_of_all_rows_stay_where_they_are():
-    tables, packer = fresh(gathers_tables=False)
+    tables = DeviceTables(8, 16, 1, BLOCK, torch.device("cpu"))
+    packer = InputPacker(InputPacker.capacity(8, 64, 16, 1), tables.trash_row)
     seq = sequence(2, [1, 2, 3])
     inputs = prepared(tables, packer, batch([seq], [0], [3], 1, [[(2, 0, 6)]]))
     assert inputs.has_table_rows
@@ -145,8 +162,8 @@ def test_tables_of_all_rows_stay_where_they_are():
     assert inputs.groups[0].block_tables[inputs.rows, 0].tolist() == [6]
 
 
-def test_static_inputs_take_over_a_step():
-    tables, packer = fresh(gathers_tables=False)
+def test_static_inputs_take_over_a_step(fresh):
+    tables, packer = fresh()
     seq = sequence(2, [1, 2, 3])
     step = batch([seq], [0], [3], 1, [[(2, 0, 6)]])
     static = prepared(tables, packer, step, running_bs=2, running_tokens=4)
@@ -175,7 +192,8 @@ def test_sections_cover_the_buffer_without_what_nobody_reads():
 
 
 def test_one_launch_prepares_what_the_tensor_operations_derive():
-    tables, packer = fresh(2, gathers_tables=False)
+    tables = DeviceTables(8, 16, 2, BLOCK, torch.device("cpu"))
+    packer = InputPacker(InputPacker.capacity(8, 64, 16, 2), tables.trash_row)
     tables.computed[:8] = torch.tensor([3, 0, 9, 14, 0, 7, 0, 1])
     tables.last_token[:8] = torch.arange(100, 108)
     for table in tables.block_tables:

@@ -9,6 +9,8 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from atom.errors import ModelLoadError
+from atom.kernels.cpu.native.dequantize import TYPES, dequantize
+from atom.kernels.cpu.native.library import native_library
 from atom.model_loader.checkpoint import TensorInfo
 from atom.model_loader.gguf_dequant import FAST_TYPES, QuantisedRows, check_type
 from atom.model_loader.lazy_tensor import LazyTensor
@@ -58,6 +60,29 @@ def test_fast_paths_agree_on_any_bytes(tmp_path, name):
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(quants.dequantize(raw, kind))
     assert torch.equal(FAST_TYPES[name](torch.from_numpy(raw)).nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.skipif(native_library() is None, reason="needs the native library")
+@pytest.mark.parametrize("name", sorted(TYPES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_values_agree_on_any_bytes(name, dtype):
+    elements, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    raw = np.random.default_rng(2).integers(0, 256, (2500, num_bytes), dtype=np.uint8)
+    expected = FAST_TYPES[name](torch.from_numpy(raw)).to(dtype)
+    found = torch.zeros(2500, elements, dtype=dtype)
+    assert dequantize(torch.from_numpy(raw), name, found)
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_what_has_no_native_form_is_left_alone():
+    blocks = torch.zeros(4, 34, dtype=torch.uint8)
+    for name, out in (
+        ("IQ4_NL", torch.ones(4, 32)),
+        ("Q8_0", torch.ones(4, 32).half()),
+        ("Q8_0", torch.ones(32, 4).t()),
+    ):
+        assert not dequantize(blocks, name, out)
+        assert bool((out == 1).all())
 
 
 def test_the_demo_models_types_are_fast():

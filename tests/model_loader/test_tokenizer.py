@@ -428,9 +428,9 @@ def test_conversion_is_kept_and_used(tmp_path, cache, monkeypatch):
     metadata = GGUFFile(sentencepiece_gguf(tmp_path / "m.gguf")).metadata
     first = load_gguf_tokenizer(metadata)
     (kept,) = cache.iterdir()
-    assert kept.suffix == ".json"
+    assert kept.suffix == ".npy"
     assert cache.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(gguf_tokenizer, "build_gguf_tokenizer", lambda _: pytest.fail("converted again"))
+    monkeypatch.setattr(gguf_tokenizer, "recover_merges", lambda *_: pytest.fail("recovered again"))
     again = load_gguf_tokenizer(GGUFFile(tmp_path / "m.gguf").metadata)
     assert again.to_str() == first.to_str()
 

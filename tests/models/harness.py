@@ -17,7 +17,7 @@ from atom.model_loader.loader import load_weights
 from atom.model_loader.model_files import ModelFiles
 from atom.models.base import CausalLM
 from atom.models.registry import get_model_class
-from atom.utils.forward_context import AttentionMetaData, ForwardContext, set_forward_context
+from atom.utils.forward_context import AttentionMetaData, ForwardContext, HeadWork, set_forward_context
 
 POISON = 0  # page 0 of every group holds large values and belongs to nobody
 
@@ -62,7 +62,10 @@ class PagedRunner:
 
     @torch.inference_mode()
     def step(
-        self, prefill: dict[str, list[int]] | None = None, decode: dict[str, list[int]] | None = None
+        self,
+        prefill: dict[str, list[int]] | None = None,
+        decode: dict[str, list[int]] | None = None,
+        head: HeadWork | None = None,
     ) -> dict[str, torch.Tensor]:
         """Run one step; returns each sequence's logits ``[len(ids), vocab_size]`` in fp32."""
         prefill, decode = prefill or {}, decode or {}
@@ -78,6 +81,7 @@ class PagedRunner:
             no_compile_layers=self.model.attention_layers(),
             attn_metadata=metadata,
             kv_cache_data=self.caches,
+            head=head,
         )
         with set_forward_context(context):
             hidden = self.model(torch.tensor([i for _, ids in chunks for i in ids]), torch.tensor(positions))

@@ -181,7 +181,7 @@ def test_graphs_and_compiled_code_are_refused_with_the_reason(llama, tmp_path, m
     ("values", "message"),
     [
         ({"FWD_DUMP_BLOCK_CLASS": "Block"}, "ATOM_FWD_DUMP_BLOCK_CLASS must name module classes of LlamaForCausalLM, "
-         "got 'Block'; those inside its layers: Attention, GatedMLP"),
+         "got 'Block'; those inside its layers: Attention, GateUpParallelLinear"),
         ({"FWD_DUMP_BLOCK_CLASS": "LlamaModel"}, "neither an attribute 'layer_id' nor a name tells their layer"),
         ({"FWD_DUMP_LAYERS": "0,2"}, r"ATOM_FWD_DUMP_LAYERS must name layers of the model \(0 to 1\), got 2"),
         ({"FWD_DUMP_LAYERS": "-1"}, "ATOM_FWD_DUMP_LAYERS must be integers separated by commas at least 0"),

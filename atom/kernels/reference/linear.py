@@ -38,12 +38,31 @@ def quantize_rows_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return values, scales
 
 
-@register_kernel("int8_linear", "reference")
-def int8_linear(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """``x [num_tokens, in]`` times the dequantised ``values [out, in] * scales[:, None]``, in fp32."""
-    wide = x.float()
-    parts = [
-        F.linear(wide, values[start : start + _ROWS_AT_ONCE].float())
-        for start in range(0, values.shape[0], _ROWS_AT_ONCE)
-    ]
-    return torch.cat(parts, dim=-1) * scales
+class Int8Linear(LinearKernel):
+    """A weight rounded to int8 with one scale a row; results are fp32."""
+
+    makes_copy = True
+
+    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_rows_int8(weight)
+
+    def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        return out_features * (in_features + 4)
+
+    def __call__(
+        self, x: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        product = self.product(x, *packed)
+        return product if bias is None else product.add_(bias)
+
+    def product(self, x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """``x [num_tokens, in]`` times the dequantised ``values [out, in] * scales[:, None]``, in fp32."""
+        wide = x.float()
+        parts = [
+            F.linear(wide, values[start : start + _ROWS_AT_ONCE].float())
+            for start in range(0, values.shape[0], _ROWS_AT_ONCE)
+        ]
+        return torch.cat(parts, dim=-1) * scales
+
+
+register_kernel("int8_linear", "reference")(Int8Linear())

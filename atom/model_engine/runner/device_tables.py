@@ -42,11 +42,7 @@ class StepInputs:
 
 
 class DeviceTables:
-    """Per-row state at fixed addresses.
-
-    Args:
-        gathers_tables: give attention the block tables of the step's sequences alone. Without, it gets those of
-            all rows, at an address that never changes, and reads them by row.
+    """Per-row state at fixed addresses. Attention gets the block tables of all rows and reads them by row.
 
     Attributes:
         block_tables: per cache group ``[R + 1, max_blocks]`` int32.
@@ -61,13 +57,11 @@ class DeviceTables:
         num_groups: int,
         block_size: int,
         device: torch.device,
-        gathers_tables: bool = True,
     ):
         self.block_size = block_size
         self.trash_row = num_rows
         self.device = device
-        self._gathers_tables = gathers_tables
-        self._prepares = device.type == "cuda" and not gathers_tables
+        self._prepares = device.type == "cuda"
         self._tables = torch.zeros((num_groups, num_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self.block_tables = list(self._tables.unbind())
         self.computed = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
@@ -99,7 +93,7 @@ class DeviceTables:
         Args:
             packed: the step's buffer on the device, at least ``[used]`` int32.
             step: its section sizes.
-            max_context_len: upper bound of the context lengths; gathered tables end there.
+            max_context_len: upper bound of the context lengths; tables of the step's sequences alone end there.
             running_tokens: rows of the forward pass with padding; None: no padding.
         """
         n, num_tokens = step.running_bs, running_tokens or step.num_tokens
@@ -132,17 +126,13 @@ class DeviceTables:
 
         block_index = positions // self.block_size
         in_block = positions - block_index * self.block_size
-        columns = -(-max_context_len // self.block_size)
         groups = []
         for table in self.block_tables:
             slots = table[token_rows, block_index].long() * self.block_size + in_block
             if is_padded:
                 slots = torch.where(is_live, slots, -1)
-            own = table[:, :columns].index_select(0, rows) if self._gathers_tables else table
-            groups.append(GroupInputs(own, slots))
-        return StepInputs(
-            rows, input_ids, positions, cu_seqlens_q, context_lens, groups, not self._gathers_tables
-        )
+            groups.append(GroupInputs(table, slots))
+        return StepInputs(rows, input_ids, positions, cu_seqlens_q, context_lens, groups, has_table_rows=True)
 
     def _prepare(self, packed: torch.Tensor, n: int, is_padded: bool) -> StepInputs:
         """What :meth:`derive` gives for a step of one token a sequence, in one launch."""

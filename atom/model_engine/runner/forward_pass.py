@@ -18,9 +18,16 @@ from atom.config_parts import KVCacheTensor
 from atom.core import CacheGroupSpec, ScheduledBatch
 from atom.model_engine.runner.device_tables import DeviceTables, StepInputs
 from atom.model_engine.runner.forward_mode import ForwardMode, GraphTables, StepFacts
+from atom.model_engine.runner.host_tables import HostTables
 from atom.model_engine.runner.input_packer import InputPacker, PackedStep
 from atom.model_engine.runner.publisher import Publisher
-from atom.utils.forward_context import AttentionMetaData, Context, ForwardContext, set_forward_context
+from atom.utils.forward_context import (
+    AttentionMetaData,
+    Context,
+    ForwardContext,
+    HeadWork,
+    set_forward_context,
+)
 from atom.utils.region_graph import ReqGraph, request_bucket, token_graphs
 
 # Hidden states, and of the sequences: rows, context lengths, running sums of query lengths; with padding.
@@ -48,6 +55,7 @@ class _LiveStep:
     mode: ForwardMode
     query_lens: list[int]  # of the host, padded decode sequences included
     context_lens: list[int]
+    head: HeadWork | None
 
 
 class ForwardPass:
@@ -87,9 +95,8 @@ class ForwardPass:
         self.before_replay: Callable[[str, int], bool] | None = None
         self._groups = groups
         self._kv_caches = kv_caches
-        self.tables = DeviceTables(
-            max_num_seqs, max_blocks, len(groups), block_size, device, gathers_tables=device.type == "cpu"
-        )
+        sizes = (max_num_seqs, max_blocks, len(groups), block_size)
+        self.tables = HostTables(*sizes) if device.type == "cpu" else DeviceTables(*sizes, device)
         capacity = InputPacker.capacity(max_num_seqs, chunk_tokens, max_blocks, len(groups))
         self._publisher = Publisher(capacity, device)
         self._packer = InputPacker(
@@ -113,8 +120,8 @@ class ForwardPass:
         }
         return named | {f"block_tables_{i}": table for i, table in enumerate(tables.block_tables)}
 
-    def run(self, batch: ScheduledBatch) -> ForwardResult:
-        """Launch the step's forward pass; never waits for the device."""
+    def run(self, batch: ScheduledBatch, head: HeadWork | None = None) -> ForwardResult:
+        """Launch the step's forward pass; never waits for the device. A fused decoder does ``head`` too."""
         mode = self._decide(batch)
         if mode.kind != "eager" and self.before_replay is not None:
             is_prefill = batch.num_prefill_seqs > 0
@@ -127,7 +134,7 @@ class ForwardPass:
         if mode.running_bs > batch.num_seqs and not batch.num_prefill_seqs:
             padding = mode.running_bs - batch.num_seqs
             query_lens, context_lens = query_lens + [1] * padding, context_lens + [0] * padding
-        self._begin(step, mode, query_lens, context_lens)
+        self._begin(step, mode, query_lens, context_lens, head)
         with self._annotate(batch, padded_bs=mode.running_bs, is_graph=mode.kind != "eager"):
             if mode.kind == "request":
                 hidden, rows, lens, cu_seqlens_q = self.req_graph.replay(request_bucket(mode.running_bs, 1))
@@ -190,11 +197,16 @@ class ForwardPass:
         return mode
 
     def _begin(
-        self, step: PackedStep, mode: ForwardMode, query_lens: list[int], context_lens: list[int]
+        self,
+        step: PackedStep,
+        mode: ForwardMode,
+        query_lens: list[int],
+        context_lens: list[int],
+        head: HeadWork | None = None,
     ) -> None:
         packed = self._publisher.publish(step)
         self.tables.apply(packed, step)
-        self._live = _LiveStep(step, packed, mode, query_lens, context_lens)
+        self._live = _LiveStep(step, packed, mode, query_lens, context_lens, head)
 
     def _derive(self) -> StepInputs:
         live = self._live
@@ -244,4 +256,4 @@ class ForwardPass:
             running_bs=live.mode.running_bs,
             running_tokens=live.mode.running_tokens,
         )
-        return ForwardContext(self.layers, by_layer, self._kv_caches, context)
+        return ForwardContext(self.layers, by_layer, self._kv_caches, context, head=live.head)

@@ -19,7 +19,8 @@ class Publisher:
         self._is_packed = envs.ATOM_H2D_BACKEND == "packed"
         self._device_buffer: torch.Tensor | None = None
         if device.type == "cpu":
-            self._host = [torch.zeros(capacity, dtype=torch.int32) for _ in range(RING_SIZE)]
+            # calloc: a page is taken when it is first written, and most never are
+            self._host = [torch.from_numpy(np.zeros(capacity, np.int32)) for _ in range(RING_SIZE)]
             return
         self._host = [torch.zeros(capacity, dtype=torch.int32, pin_memory=True) for _ in range(RING_SIZE)]
         self._device_buffer = torch.zeros(capacity, dtype=torch.int32, device=device)

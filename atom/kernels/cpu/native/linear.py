@@ -14,18 +14,33 @@ from atom.kernels.registry import register_kernel
 from atom.platforms import Platform
 
 _FORMAT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_EPILOGUE = {"silu": "silu_mul", "gelu_tanh": "gelu_tanh_mul"}
 
 
 class NativeLinear(LinearKernel):
-    """Panels of 64 columns in the weight's own dtype; sums in fp32 whose order does not depend on the batch.
+    """Panels of 64 columns; sums in fp32 whose order does not depend on the batch.
 
     bf16 rows are widened and rounded inside the product. A bias is packed when it is first seen.
+
+    Args:
+        format: of :data:`weights.FORMATS`; None: the weight's own dtype.
     """
 
     makes_copy = True
+    can_gather = True
+
+    def __init__(self, format: str | None = None):
+        self._format = format
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
-        return weights.pack(weight, _FORMAT[weight.dtype])
+        return weights.pack(weight, self._format or _FORMAT[weight.dtype], in_place=True)
+
+    def pack_gated(self, weight: torch.Tensor, activation: str) -> PackedWeight:
+        format = self._format or _FORMAT[weight.dtype]
+        return weights.pack(weight, format, gate_up=True, epilogue=_EPILOGUE[activation])
+
+    def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        return weights.num_packed_bytes(self._format or _FORMAT[dtype], out_features, in_features)
 
     def __call__(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         if bias is not None:
@@ -34,6 +49,9 @@ class NativeLinear(LinearKernel):
             return weights.linear(x, packed)
         rows = weights.linear(x.reshape(-1, x.shape[-1]), packed)
         return rows.view(*x.shape[:-1], rows.shape[-1])
+
+    def gather(self, ids: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+        return weights.gather_rows(ids, packed)
 
 
 def supports_native(platform: Platform, *, dtype: Any = None, in_features: int = 0, **_: Any) -> bool:
@@ -44,4 +62,7 @@ def supports_native(platform: Platform, *, dtype: Any = None, in_features: int =
 
 register_kernel("linear", "native", priority={"cpu": 20}, supports=supports_native, is_traceable=False)(
     NativeLinear()
+)
+register_kernel("int8_linear", "native", priority={"cpu": 20}, supports=supports_native, is_traceable=False)(
+    NativeLinear("int8_a8")
 )

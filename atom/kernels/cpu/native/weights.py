@@ -14,7 +14,7 @@ layouts). Quantisation, row by row:
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -29,6 +29,7 @@ FORMATS = {"bf16": 0, "int8": 1, "int8_a8": 2, "int4": 3, "fp32": 4}
 EPILOGUES = {"store": 0, "add": 1, "silu_mul": 2, "gelu_tanh_mul": 3}
 _GATED = ("silu_mul", "gelu_tanh_mul")
 _BITS = {"bf16": 16, "int8": 8, "int8_a8": 8, "fp32": 32}
+_SCRATCH = 4 << 20  # ATOM_SCRATCH
 _ALONE_BELOW = 1 << 17  # multiply-adds: less work than waking the other threads
 
 
@@ -121,6 +122,12 @@ class PackedWeight:
     def num_bytes(self) -> int:
         return sum(t.nbytes for t in (self.data, self.scales, self.sums, self.bias) if t is not None)
 
+    def with_epilogue(self, epilogue: str) -> PackedWeight:
+        """The same panels with another epilogue. Raises ConfigError where they do not allow it."""
+        if (epilogue in _GATED) != self.is_gated:
+            raise ConfigError(f"epilogue {epilogue!r} does not go with the panels of {self.epilogue!r}")
+        return replace(self, epilogue=epilogue)
+
     def with_bias(self, bias: torch.Tensor) -> PackedWeight:
         """The same panels with another ``bias [n]``; made again when that tensor was written to since."""
         if self._biased is None or self._biased[0] is not bias or self._biased[1] != bias._version:
@@ -159,10 +166,12 @@ def pack(
     gate_up: bool = False,
     epilogue: str | None = None,
     bias: torch.Tensor | None = None,
+    in_place: bool = False,
 ) -> PackedWeight:
     """``weight [n, k]`` fp32 or bf16 in panels; ``bias [n]``.
 
     Args:
+        in_place: overwrite ``weight`` where its rows and its panels take the same place: no second copy.
         gate_up: rows are ``[gate | up]``, and the product is ``silu(gate) * up`` unless ``epilogue`` says otherwise.
         epilogue: of :data:`EPILOGUES`; ``store`` by default.
 
@@ -188,7 +197,10 @@ def pack(
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     num_panels = 2 * -(-(n // 2) // PANEL) if gate_up else -(-n // PANEL)
-    data = torch.empty(num_panels * _panel_bytes(format, k), dtype=torch.uint8)
+    if in_place and not gate_up and _can_pack_in_place(weight, format):
+        data = weight.view(torch.uint8).view(-1)
+    else:
+        data = torch.empty(num_panels * _panel_bytes(format, k), dtype=torch.uint8)
     is_int8 = format in ("int8", "int8_a8")
     scales = torch.empty(num_panels * PANEL) if is_int8 else None
     sums = torch.empty(num_panels * PANEL, dtype=torch.int32) if is_int8 else None
@@ -206,6 +218,19 @@ def pack(
     _library().call("atom_pack_weight", args)
     packed_bias = None if bias is None else _packed_order(bias.detach().float(), n, gate_up)
     return PackedWeight(format, epilogue, n, k, data, scales, sums, packed_bias)
+
+
+def _can_pack_in_place(weight: torch.Tensor, format: str) -> bool:
+    is_same = {torch.bfloat16: "bf16", torch.float32: "fp32"}[weight.dtype] == format
+    is_whole = len(weight) % PANEL == 0 and weight.is_contiguous()
+    return is_same and is_whole and _panel_bytes(format, weight.shape[1]) <= _SCRATCH
+
+
+def num_packed_bytes(format: str, n: int, k: int) -> int:
+    """Bytes of a weight ``[n, k]`` without gate, in panels."""
+    num_panels = -(-n // PANEL)
+    scales_and_sums = 8 * PANEL if format in ("int8", "int8_a8") else 0
+    return num_panels * (_panel_bytes(format, k) + scales_and_sums)
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -120,7 +120,9 @@ void atom_linear_experts_run(atom_worker *w, const atom_experts_args *a);
 /* Pack weight [n, k] (rows of stride ld, fp32 or bf16) into data, and scales and sums where the format has them.
  * INT8: scale = largest |value| of the row / 127, q = round(value / scale). INT4: for each 32 of a row, a bf16 scale d and
  * q = round(value / d) + 8 in 0..15; of six scales near the extreme value / -8 the one of the smallest squared error.
- * Gated: the first n / 2 rows are gate, the others up. */
+ * Gated: the first n / 2 rows are gate, the others up.
+ * data may be weight itself where each panel takes the place of its own rows: BF16 from bf16 or F32 from fp32, ld = k, whole
+ * panels, not gated, and a panel within ATOM_SCRATCH. */
 typedef struct {
     const void *weight;
     int64_t ld, n, k;

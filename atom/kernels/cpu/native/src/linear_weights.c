@@ -146,7 +146,13 @@ void atom_pack_weight(atom_worker *w, const atom_pack_args *a) {
             int64_t row = panel / parts * PANEL + j;
             rows[j] = row < per_part ? panel % parts * per_part + row : -1;
         }
-        if (a->format == ATOM_INT4)
+        if (a->data == a->weight) {
+            const int64_t bytes = atom_panel_offset(a->format, a->k);
+            atom_pack_args aside = *a;
+            aside.data = w->scratch - panel * bytes;
+            pack_panel(&aside, panel, rows);
+            memcpy((char *)a->data + panel * bytes, w->scratch, (size_t)bytes);
+        } else if (a->format == ATOM_INT4)
             pack_int4_panel(a, panel, rows);
         else
             pack_panel(a, panel, rows);

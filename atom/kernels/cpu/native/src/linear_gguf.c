@@ -24,11 +24,14 @@ int atom_gguf_select(const char *name)
     return -1;
 }
 
-const char *atom_gguf_selected(void)
+const char *atom_gguf_selected(void) { return kernels->name; }
+
+__attribute__((constructor)) static void select_best(void)
 {
-    if (!kernels)
-        atom_gguf_select(0);
-    return kernels->name;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+#endif
+    atom_gguf_select(0);
 }
 
 /* Which rows of x go in and which rows of y come out: order NULL: the same. */

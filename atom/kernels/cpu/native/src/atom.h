@@ -52,7 +52,8 @@ enum atom_format {
     ATOM_INT4 = 3,      /* groups of 32 of k: per panel 64 bf16 scales, then 1 KB of nibbles (low: k, high: k + 16) */
     ATOM_F32 = 4,       /* [n/64][k][64] */
     /* GGUF blocks regrouped into panels, values unchanged (gguf.h) */
-    ATOM_Q4_0 = 8, ATOM_Q8_0 = 9, ATOM_Q4_K = 10, ATOM_Q6_K = 11, ATOM_Q5_0 = 12, ATOM_Q5_K = 13
+    ATOM_Q4_0 = 8, ATOM_Q8_0 = 9, ATOM_Q4_K = 10, ATOM_Q6_K = 11, ATOM_Q5_0 = 12, ATOM_Q5_K = 13,
+    ATOM_PARTS = 14 /* data: weights of these formats, one behind the other in y, the last followed by one with n = 0 */
 };
 
 enum atom_epilogue { ATOM_STORE = 0, ATOM_ADD = 1, ATOM_SILU_MUL = 2, ATOM_GELU_TANH_MUL = 3 };

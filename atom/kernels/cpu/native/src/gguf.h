@@ -73,8 +73,6 @@ GGUF_INLINE float gguf_half(uint16_t half)
     return number.value;
 }
 
-void gguf_widen_row(const gguf_layout *layout, const uint8_t *panels, int64_t k, int64_t row, float scale, float *y);
-
 /* Bytes of one chunk of a panel: block_k values of 64 columns. */
 GGUF_INLINE int64_t gguf_chunk_bytes(const gguf_layout *layout)
 {

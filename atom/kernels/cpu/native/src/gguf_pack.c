@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "gguf.h"
+#include "linear_gguf.h"
 
 static const gguf_layout layouts[] = {
     /* format   block_k bytes group header offset minima scale_k high_bits */
@@ -153,9 +154,11 @@ int atom_gguf_pack(int32_t format, const void *blocks, int64_t rows, int64_t k, 
     return 0;
 }
 
-void gguf_widen_row(const gguf_layout *layout, const uint8_t *panels, int64_t k, int64_t row, float scale, float *y)
+void atom_gguf_gather_row(const atom_weight *weight, int64_t row, float scale, float *y)
 {
-    const uint8_t *panel = panels + row / GGUF_PANEL * gguf_panel_bytes(layout, k);
+    const gguf_layout *layout = gguf_layout_of(weight->format);
+    const int64_t k = weight->k;
+    const uint8_t *panel = (const uint8_t *)weight->data + row / GGUF_PANEL * gguf_panel_bytes(layout, k);
     const int column = row % GGUF_PANEL;
     for (int64_t b = 0; b < k / layout->block_k; b++) {
         const uint8_t *chunk = panel + b * gguf_chunk_bytes(layout);

@@ -1,7 +1,5 @@
 /* Products, arg-max and row gather with weights kept as GGUF blocks. Same contracts as atom_linear and its kin (atom.h). */
-#include <math.h>
 #include <stdatomic.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "gguf.h"
@@ -34,13 +32,29 @@ __attribute__((constructor)) static void select_best(void)
     atom_gguf_select(0);
 }
 
-/* Which rows of x go in and which rows of y come out: order NULL: the same. */
+/* Which rows of x go in, fp32 or bf16. order NULL: all of them; else row i is x[order[i] / top_k]. */
 typedef struct {
-    const float *x;
+    const void *x;
     int64_t ldx;
+    int32_t is_bf16;
     const int32_t *order;
     int64_t top_k;
 } row_source;
+
+static inline float widen(bf16 value)
+{
+    const union { uint32_t bits; float value; } wide = {.bits = (uint32_t)value << 16};
+    return wide.value;
+}
+
+/* To the nearest, ties to even; a NaN stays one. */
+static inline bf16 narrow(float value)
+{
+    const union { float value; uint32_t bits; } wide = {.value = value};
+    if ((wide.bits & 0x7fffffff) > 0x7f800000)
+        return (bf16)(wide.bits >> 16 | 0x40);
+    return (bf16)((wide.bits + 0x7fff + (wide.bits >> 16 & 1)) >> 16);
+}
 
 static int64_t align64(int64_t bytes) { return (bytes + 63) & -64; }
 
@@ -61,18 +75,31 @@ static gguf_rows rows_from(const gguf_rows *all, int64_t first, int64_t count)
     return (gguf_rows){all->values + first * k, all->scales + first * (k / 32), all->sums + first * (k / 16), count, k};
 }
 
+#define WIDENED 1024 /* values of a bf16 row at a time; whole groups */
+
 static void round_into(const gguf_rows *rows, int64_t i, const row_source *source)
 {
     const int64_t k = rows->k, row = source->order ? source->order[i] / source->top_k : i;
-    kernels->round(source->x + row * source->ldx, k, (int8_t *)rows->values + i * k, (float *)rows->scales + i * (k / 32),
-                   (int32_t *)rows->sums + i * (k / 16));
+    int8_t *values = (int8_t *)rows->values + i * k;
+    float *scales = (float *)rows->scales + i * (k / 32);
+    int32_t *sums = (int32_t *)rows->sums + i * (k / 16);
+    if (!source->is_bf16) {
+        kernels->round((const float *)source->x + row * source->ldx, k, values, scales, sums);
+        return;
+    }
+    float wide[WIDENED];
+    const bf16 *from = (const bf16 *)source->x + row * source->ldx;
+    for (int64_t at = 0; at < k; at += WIDENED) {
+        const int64_t count = k - at < WIDENED ? k - at : WIDENED;
+        for (int64_t j = 0; j < count; j++)
+            wide[j] = widen(from[at + j]);
+        kernels->round(wide, count, values + at, scales + at / 32, sums + at / 16);
+    }
 }
 
 /* All rows rounded, by all threads or by each for itself. The caller's next loop starts at 0. */
 static gguf_rows round_rows(atom_worker *w, const row_source *source, int64_t m, int64_t k)
 {
-    static char *shared;
-    static int64_t shared_bytes;
     const int64_t bytes = rounded_bytes(m, k);
     if (m < SHARED_FROM_ROWS && bytes + GGUF_WORK + 2 * MAX_TILE * GGUF_PANEL * 4 <= ATOM_SCRATCH / 2) {
         const gguf_rows rows = rounded_at(w->scratch + ATOM_SCRATCH / 2, m, k);
@@ -80,14 +107,7 @@ static gguf_rows round_rows(atom_worker *w, const row_source *source, int64_t m,
             round_into(&rows, i, source);
         return rows;
     }
-    if (w->id == 0 && bytes > shared_bytes) {
-        free(shared);
-        shared_bytes = align64(bytes + bytes / 4);
-        shared = aligned_alloc(64, shared_bytes);
-        if (!shared)
-            abort();
-    }
-    atom_barrier(w);
+    char *shared = atom_linear_memory(w, bytes);
     const gguf_rows rows = rounded_at(shared, m, k);
     for (int64_t i; (i = atom_next(w)) < m;)
         round_into(&rows, i, source);
@@ -122,8 +142,9 @@ typedef struct {
     const atom_weight *weight;
     const gguf_layout *layout;
     const uint8_t *panels;
-    float *y;
+    void *y;
     int64_t ldy;
+    int32_t is_bf16;
     const int32_t *order;
 } output;
 
@@ -141,7 +162,7 @@ static void one_panel(atom_worker *w, const output *to, const gguf_rows *rows, i
     const int64_t start = panel * GGUF_PANEL, left = columns - start;
     const int64_t width = left < GGUF_PANEL ? left : GGUF_PANEL;
     for (int64_t i = 0; i < rows->rows; i++) {
-        float *out = to->y + (to->order ? to->order[first + i] : first + i) * to->ldy + start;
+        const int64_t at = (to->order ? to->order[first + i] : first + i) * to->ldy + start;
         float *values = tile + i * GGUF_PANEL, *others = second + i * GGUF_PANEL;
         if (weight->bias) {
             const float *bias = weight->bias + (is_gated ? 2 * start : start);
@@ -153,11 +174,15 @@ static void one_panel(atom_worker *w, const output *to, const gguf_rows *rows, i
         if (is_gated)
             for (int64_t c = 0; c < GGUF_PANEL; c++)
                 values[c] = gated(weight->epilogue, values[c], others[c]);
-        if (weight->epilogue == ATOM_ADD)
+        if (to->is_bf16) {
+            bf16 *out = (bf16 *)to->y + at;
             for (int64_t c = 0; c < width; c++)
-                out[c] += values[c];
-        else
-            memcpy(out, values, width * sizeof *out);
+                out[c] = narrow(weight->epilogue == ATOM_ADD ? widen(out[c]) + values[c] : values[c]);
+        } else {
+            float *out = (float *)to->y + at;
+            for (int64_t c = 0; c < width; c++)
+                out[c] = weight->epilogue == ATOM_ADD ? out[c] + values[c] : values[c];
+        }
     }
 }
 
@@ -173,35 +198,53 @@ static int64_t num_output_panels(const atom_weight *weight)
     return weight->epilogue == ATOM_SILU_MUL || weight->epilogue == ATOM_GELU_TANH_MUL ? (panels + 1) / 2 : panels;
 }
 
-void atom_gguf_linear(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t m)
+static void linear(atom_worker *w, const atom_linear_args *a)
 {
-    const gguf_layout *layout = gguf_layout_of(weight->format);
-    const row_source source = {x, ldx, 0, 1};
-    const output to = {weight, layout, weight->data, y, ldy, 0};
-    if (m > 0) {
-        const gguf_rows rows = round_rows(w, &source, m, weight->k);
-        const int64_t panels = num_output_panels(weight), tile = tile_rows(m), tiles = (m + tile - 1) / tile;
+    const atom_weight *weight = a->weight;
+    const row_source source = {a->x, a->ldx, a->x_is_bf16, 0, 1};
+    const output to = {weight, gguf_layout_of(weight->format), weight->data, a->y, a->ldy, a->y_is_bf16, 0};
+    if (a->m > 0) {
+        const gguf_rows rows = round_rows(w, &source, a->m, weight->k);
+        const int64_t panels = num_output_panels(weight), tile = tile_rows(a->m), tiles = (a->m + tile - 1) / tile;
         for (int64_t piece; (piece = atom_next(w)) < panels * tiles;) {
             const int64_t first = piece / panels * tile;
-            const gguf_rows part = rows_from(&rows, first, m - first < tile ? m - first : tile);
+            const gguf_rows part = rows_from(&rows, first, a->m - first < tile ? a->m - first : tile);
             one_panel(w, &to, &part, piece % panels, first);
         }
     }
     atom_barrier(w);
 }
 
+void atom_gguf_linear(atom_worker *w, const atom_linear_args *a)
+{
+    if (a->weight->format != ATOM_PARTS) {
+        linear(w, a);
+        return;
+    }
+    int64_t column = 0;
+    for (const atom_weight *part = a->weight->data; part->n > 0; column += part++->n) {
+        atom_weight weight = *part;
+        weight.epilogue = a->weight->epilogue;
+        weight.bias = a->weight->bias ? a->weight->bias + column : 0;
+        atom_linear_args args = *a;
+        args.weight = &weight;
+        args.y = (char *)a->y + column * (a->y_is_bf16 ? 2 : 4);
+        linear(w, &args);
+    }
+}
+
 void atom_gguf_linear_experts(atom_worker *w, const atom_weight *experts, int64_t num_experts, const int32_t *order,
                               const int32_t *offsets, int64_t top_k, const float *x, int64_t ldx, float *y, int64_t ldy)
 {
     const gguf_layout *layout = gguf_layout_of(experts->format);
-    const row_source source = {x, ldx, order, top_k};
+    const row_source source = {x, ldx, 0, order, top_k};
     const int64_t total = offsets[num_experts];
     if (total > 0) {
         const gguf_rows rows = round_rows(w, &source, total, experts->k);
         const int64_t panels = num_output_panels(experts);
         for (int64_t piece; (piece = atom_next(w)) < panels * num_experts;) {
             const int64_t e = piece / panels;
-            const output to = {experts + e, layout, experts[e].data, y, ldy, order};
+            const output to = {experts + e, layout, experts[e].data, y, ldy, 0, order};
             for (int64_t first = offsets[e]; first < offsets[e + 1]; first += MAX_TILE) {
                 const int64_t left = offsets[e + 1] - first;
                 const gguf_rows part = rows_from(&rows, first, left < MAX_TILE ? left : MAX_TILE);
@@ -222,12 +265,14 @@ static inline int is_better(float value, int64_t id, float than, int64_t than_id
     return than_id < 0 || value > than || (value == than && id < than_id);
 }
 
-void atom_gguf_linear_argmax(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, int64_t m, int64_t n_valid,
-                             int64_t *ids, float *values)
+void atom_gguf_linear_argmax(atom_worker *w, const atom_linear_args *a, int64_t n_valid, int64_t *ids, float *values)
 {
+    const atom_weight *weight = a->weight;
+    const int64_t m = a->m;
     static atomic_flag lock = ATOMIC_FLAG_INIT;
+    static float top[MAX_TILE]; /* of all threads, in the turn of the lock */
     const gguf_layout *layout = gguf_layout_of(weight->format);
-    const row_source source = {x, ldx, 0, 1};
+    const row_source source = {a->x, a->ldx, a->x_is_bf16, 0, 1};
     if (m <= 0) {
         atom_barrier(w);
         return;
@@ -258,20 +303,13 @@ void atom_gguf_linear_argmax(atom_worker *w, const atom_weight *weight, const fl
         while (atomic_flag_test_and_set_explicit(&lock, memory_order_acquire))
             ;
         for (int64_t i = 0; i < count; i++)
-            if (bests[i].id >= 0 && is_better(bests[i].value, bests[i].id, values[first + i], ids[first + i])) {
-                values[first + i] = bests[i].value;
+            if (bests[i].id >= 0 && is_better(bests[i].value, bests[i].id, top[i], ids[first + i])) {
+                top[i] = bests[i].value;
                 ids[first + i] = bests[i].id;
+                if (values)
+                    values[first + i] = top[i];
             }
         atomic_flag_clear_explicit(&lock, memory_order_release);
         atom_barrier(w);
     }
-}
-
-void atom_gguf_gather_rows(atom_worker *w, const atom_weight *weight, const int64_t *ids, int64_t m, float scale, float *y,
-                           int64_t ldy)
-{
-    const gguf_layout *layout = gguf_layout_of(weight->format);
-    for (int64_t i; (i = atom_next(w)) < m;)
-        gguf_widen_row(layout, weight->data, weight->k, ids[i], scale, y + i * ldy);
-    atom_barrier(w);
 }

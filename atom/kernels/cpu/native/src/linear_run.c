@@ -4,6 +4,7 @@
  * takes it, and beside which rows, moves no bit of the result: see linear_tile.h.
  */
 #include "linear_core.h"
+#include "linear_gguf.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -185,11 +186,15 @@ static void run_rows(atom_worker *w, const atom_job *job) {
 }
 
 void atom_linear(atom_worker *w, const atom_weight *weight, const float *x, int64_t ldx, float *y, int64_t ldy, int64_t m) {
-    const atom_job job = {.weight = weight, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .m = m};
-    run_rows(w, &job);
+    const atom_linear_args a = {.weight = weight, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .m = m};
+    atom_linear_run(w, &a);
 }
 
 void atom_linear_run(atom_worker *w, const atom_linear_args *a) {
+    if (atom_is_gguf(a->weight)) {
+        atom_gguf_linear(w, a);
+        return;
+    }
     const atom_job job = {
         .weight = a->weight,
         .x = a->x,
@@ -205,6 +210,10 @@ void atom_linear_run(atom_worker *w, const atom_linear_args *a) {
 
 void atom_linear_experts(atom_worker *w, const atom_weight *experts, int64_t num_experts, const int32_t *order,
                          const int32_t *offsets, int64_t top_k, const float *x, int64_t ldx, float *y, int64_t ldy) {
+    if (num_experts > 0 && atom_is_gguf(experts)) {
+        atom_gguf_linear_experts(w, experts, num_experts, order, offsets, top_k, x, ldx, y, ldy);
+        return;
+    }
     const atom_job job = {
         .weight = experts, .x = x, .y = y, .ldx = ldx, .ldy = ldy, .order = order, .x_divisor = top_k};
     run_many(w, &job, offsets, num_experts);
@@ -254,6 +263,10 @@ static void argmax_rows(atom_worker *w, const atom_linear_args *a, int64_t row, 
 }
 
 static void argmax(atom_worker *w, const atom_linear_args *a, int64_t n_valid, int64_t *ids, float *values) {
+    if (atom_is_gguf(a->weight)) {
+        atom_gguf_linear_argmax(w, a, n_valid, ids, values);
+        return;
+    }
     for (int64_t row = 0; row < a->m; row += ARGMAX_ROWS)
         argmax_rows(w, a, row, a->m - row < ARGMAX_ROWS ? a->m - row : ARGMAX_ROWS, n_valid, ids, values);
 }

@@ -1,5 +1,6 @@
 /* Weights into panels, and rows back out of them. */
 #include "linear_core.h"
+#include "linear_gguf.h"
 
 #include <math.h>
 #ifdef __linux__
@@ -199,6 +200,8 @@ void atom_gather_rows(atom_worker *w, const atom_weight *weight, const int64_t *
     for (int64_t i; (i = atom_next(w)) < m;) {
         if (ids[i] < 0 || ids[i] >= weight->n)
             memset(y + i * ldy, 0, (size_t)weight->k * 4);
+        else if (atom_is_gguf(weight))
+            atom_gguf_gather_row(weight, ids[i], scale, y + i * ldy);
         else
             gather_row(weight, ids[i], scale, y + i * ldy);
     }

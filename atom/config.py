@@ -76,6 +76,13 @@ class Config:
         None, "Quantise weights while loading.", coerce=nested(OnlineQuantConfig, optional=True)
     )
     lm_head_dtype: Literal["auto", "int8"] = opt("auto", "Storage of the output head; int8 on the CPU.")
+    gguf_dtype: Literal["auto", "keep", "dequantize"] = opt(
+        "auto",
+        "Whether a GGUF file's blocks stay packed or are widened to dtype; auto: packed on the CPU with native kernels.",
+    )
+    cpu_weights: Literal["bf16", "int8", "int8_a8", "int4"] | None = opt(
+        None, "Round weights to this while loading, on the CPU; None: as the model stores them."
+    )
 
     attention_backend: Literal["auto", "cpu_paged", "flash_attention", "reference", "triton"] = opt(
         "auto", "How attention is computed; auto: the device's first that supports the model."
@@ -202,6 +209,8 @@ class Config:
         check_fields(self)
         if not self.model:
             raise ConfigError("model must be a folder or a name, got ''")
+        if self.gguf_dtype == "keep" and self.cpu_weights is not None:
+            raise ConfigError(f"gguf_dtype must not be 'keep' with cpu_weights {self.cpu_weights!r}; got both")
         self._check_lengths()
         self._check_parallel()
         self._check_speculation()
@@ -356,6 +365,8 @@ class Config:
             "online_quant_config",
             "lm_head_dtype",
             "attention_backend",
+            "gguf_dtype",
+            "cpu_weights",
             "device",
             "kv_cache_block_size",
             "kv_cache_dtype",

@@ -12,6 +12,7 @@ class LinearKernel(ABC):
     """A product with a weight that was packed once, after loading."""
 
     makes_copy: ClassVar[bool]  # whether ``pack`` leaves the original unused
+    takes_gguf_blocks: bool = False  # whether a GGUF file's blocks may stand in for what ``pack`` makes
     can_gather: ClassVar[bool] = False  # whether an embedding may be read from the packed weight
 
     @abstractmethod

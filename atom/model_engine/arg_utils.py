@@ -57,6 +57,8 @@ class EngineArgs:
     online_quant_config: dict[str, Any] | None = same("online_quant_config")
     lm_head_dtype: str = same("lm_head_dtype")
     attention_backend: str = same("attention_backend")
+    gguf_dtype: str = same("gguf_dtype")
+    cpu_weights: str | None = same("cpu_weights")
 
     device: str = same("device")
     num_threads: int | None = same("num_threads")

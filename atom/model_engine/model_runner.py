@@ -24,9 +24,10 @@ from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFac
 from atom.model_engine.runner.limits import scheduler_limits
 from atom.model_engine.runner.step_profiler import StepProfiler
 from atom.model_engine.runner.warm_up import warm_up_batches
+from atom.model_engine.runner.weight_format import check_cpu_weights, keeps_gguf_blocks
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
-from atom.model_loader.loader import load_dummy, load_weights
+from atom.model_loader.loader import announce_blocks, load_dummy, load_weights
 from atom.model_loader.model_files import ModelFiles
 from atom.model_ops import sampler_cpu
 from atom.model_ops.attentions.backend import override_backend
@@ -82,6 +83,7 @@ class ModelRunner(Worker):
         self._prefill_sizes = token_graph_sizes(
             in_eighths=self.platform.supports("device_graphs")
         )  # read now: a bad value is said before weights are read
+        check_cpu_weights(self.config, self.platform.name)
         self.device = self.platform.device()
         if self.platform.name == "cpu":
             num_threads = config.num_threads or self.platform.default_num_threads
@@ -131,6 +133,8 @@ class ModelRunner(Worker):
         # Allocated and not touched, a model in host memory costs nothing yet: enough to plan by. What cannot
         # fit is said here, in seconds, before a weight is read.
         self.model = self._build_model(torch.device("cpu"))
+        if keeps_gguf_blocks(self.config, self.platform.name, self.files):
+            announce_blocks(self.model, self.files)
         self._weight_bytes = self.model.num_weight_bytes()
         self._plan(self.model.cache_groups(self.block_size, self.dtype))
         if self.device.type != "cpu":

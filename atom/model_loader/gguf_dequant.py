@@ -158,6 +158,15 @@ class QuantisedRows(RowSource):
         raw = self._file.bytes_at(self._offset + first * self._row_bytes, (last - first) * self._row_bytes)
         return raw.view(-1, self._block_bytes)
 
+    def read_blocks(self, start: int, stop: int) -> torch.Tensor:
+        """Rows of a matrix as they are stored: uint8 [stop - start, row bytes]; may share mapped memory."""
+        raw = self._file.bytes_at(self._offset + start * self._row_bytes, (stop - start) * self._row_bytes)
+        return raw.view(stop - start, self._row_bytes)
+
+    def widen(self, blocks: torch.Tensor) -> torch.Tensor:
+        """What :meth:`read_blocks` gave, as float32 [num_rows, row elements]."""
+        return self._dequantise(blocks.reshape(-1, self._block_bytes)).view(len(blocks), -1)
+
     def release(self, start: int, stop: int) -> None:
         if len(self.shape) > 1:
             step = self._rows_per_step * self._row_bytes
@@ -169,6 +178,11 @@ def _sizes(type_name: str) -> tuple[int, int]:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     return GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
+
+
+def block_elements(type_name: str) -> int:
+    """Elements of a block."""
+    return _sizes(type_name)[0]
 
 
 def check_type(info: TensorInfo) -> None:

@@ -5,8 +5,11 @@ What a model offers (``atom/models``):
 ``map_checkpoint_name(name) -> (parameter name, shard id | None) | None``
     Where a tensor of the Hugging Face layout goes; None: it belongs to nothing that this model (or this
     rank) has, and that is fine.
-``gguf_tensor_name(name) -> Hugging Face name | None`` and ``convert_gguf(hf_name, tensor) -> tensor``
+``gguf_tensor_name(name) -> Hugging Face name | None``, ``convert_gguf(hf_name, tensor) -> tensor`` and
+``gguf_row_order(hf_name) -> row numbers | None``
     The same model as llama.cpp names and stores it.
+``parameter.block_weight``
+    Takes a GGUF file's blocks in place of the parameter, once they are announced (``gguf_blocks``).
 ``parameter.weight_loader(parameter, tensor, shard_id)`` and ``parameter.expected_shards``
     Copies a tensor, or this rank's part of it, into the parameter; absent: a plain copy of one tensor.
 ``after_load()``
@@ -24,15 +27,16 @@ from torch import nn
 from atom.errors import ModelLoadError
 from atom.model_loader.checkpoint import DTYPE_SIZES, TensorInfo
 from atom.model_loader.dummy import load_dummy
+from atom.model_loader.gguf_blocks import announce_blocks, load_blocks
 from atom.model_loader.gguf_dequant import QuantisedRows, check_type
 from atom.model_loader.lazy_tensor import LazyTensor, RowSource
 from atom.model_loader.model_files import ModelFiles
 from atom.model_loader.prefetch import prefetch
 from atom.model_loader.weight_file import StoredRows, WeightFile, open_weight_file
-from atom.model_ops.weights import finish_loading
+from atom.model_ops.weights import announced_blocks, finish_loading
 from atom.utils import envs
 
-__all__ = ["load_dummy", "load_weights"]
+__all__ = ["announce_blocks", "load_dummy", "load_weights"]
 
 ReportFn = Callable[[str, float], None]
 ShardId = Any
@@ -83,10 +87,14 @@ def _stream(
         for item in assignments:
             info, file = item.info, opened[item.info.file]
             try:
-                tensor = _tensor(file, info, pool)
-                if files.kind == "gguf":
-                    tensor = model.convert_gguf(item.checkpoint_name, tensor)
-                _put(item, tensor)
+                blocks = announced_blocks(item.parameter)
+                if blocks is not None:
+                    load_blocks(blocks, file, info, item.shard_id, model.gguf_row_order(item.checkpoint_name))
+                else:
+                    tensor = _tensor(file, info, pool)
+                    if files.kind == "gguf":
+                        tensor = model.convert_gguf(item.checkpoint_name, tensor)
+                    _put(item, tensor)
             except torch.OutOfMemoryError:  # a RuntimeError, but no misfit
                 raise
             except (RuntimeError, ValueError, IndexError, ModelLoadError) as error:

@@ -12,7 +12,9 @@ from atom.distributed.parallel_state import get_tp_group
 from atom.errors import ConfigError, ModelLoadError
 from atom.kernels.linear import LinearKernel
 from atom.kernels.registry import select_kernel
-from atom.model_ops.weights import free_parameter, new_parameter
+from atom.model_ops.weights import announced_blocks, free_parameter, new_parameter
+from atom.quantization.block_weight import BlockWeight
+from atom.quantization.spec import current_spec
 
 LM_HEAD_DTYPES = ("auto", "int8")
 
@@ -32,8 +34,10 @@ class VocabParallelEmbedding(nn.Module):
         self.first_row = self.tp.rank * self.num_rows
         self.weight = new_parameter(self.num_rows, embedding_dim, loader=self.load_rows)
         self.kernel = select_kernel(
-            "linear", dtype=self.weight.dtype, in_features=embedding_dim, out_features=self.num_rows
+            current_spec().op, dtype=self.weight.dtype, in_features=embedding_dim, out_features=self.num_rows
         )
+        if self.kernel.takes_gguf_blocks and self.tp.world_size == 1:
+            self.weight.block_weight = BlockWeight({None: self.num_rows}, embedding_dim)
         self.packed: Any = None
         self.dtype = self.weight.dtype
         self.is_shared = False  # a head packs this table
@@ -48,7 +52,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def after_load(self) -> None:
         if self.weight is not None and self.kernel.can_gather and not self.is_shared:
-            self.replace(self.kernel.pack(self.weight.data), self.kernel)
+            blocks = announced_blocks(self.weight)
+            packed = self.kernel.pack(self.weight.data) if blocks is None else blocks.take()
+            self.replace(packed, self.kernel)
 
     def replace(self, packed: Any, kernel: LinearKernel) -> None:
         """Read rows from ``packed`` of ``kernel`` from now on; frees the weight."""
@@ -75,7 +81,7 @@ class ParallelLMHead(nn.Module):
 
     Args:
         tied_to: the embedding whose weight it shares; None for a weight of its own.
-        dtype: ``auto`` computes in the weight's dtype; ``int8`` in int8 with one scale a row. A tied embedding is
+        dtype: ``auto`` computes as the layers do; ``int8`` in int8 with one scale a row. A tied embedding is
             read from what the head packed, where the kernel can.
     """
 
@@ -100,8 +106,10 @@ class ParallelLMHead(nn.Module):
         rows = self._source[0].num_rows
         self.bias = new_parameter(rows, loader=self._load_bias) if bias else None
         traits = {"in_features": embedding_dim, "out_features": rows}
-        op = "int8_linear" if dtype == "int8" else "linear"
+        op = "int8_linear" if dtype == "int8" else current_spec().op
         self.kernel = select_kernel(op, dtype=self._source[0].weight.dtype, **traits)
+        if not self.kernel.takes_gguf_blocks:
+            self._source[0].weight.block_weight = None
         self.packed: Any = None
 
     def _load_bias(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
@@ -117,7 +125,8 @@ class ParallelLMHead(nn.Module):
         source = self._source[0]
         if source.weight is None:
             return
-        self.packed = self.kernel.pack(source.weight.data)
+        blocks = announced_blocks(source.weight)
+        self.packed = self.kernel.pack(source.weight.data) if blocks is None else blocks.take()
         if self._replaces_source:
             source.replace(self.packed, self.kernel)
         elif self.table is not None and self.kernel.makes_copy:
@@ -133,6 +142,8 @@ class ParallelLMHead(nn.Module):
         """What this layer takes, once loaded, beyond the parameters that it lists."""
         weight = self._source[0].weight
         if weight is None or not self.kernel.makes_copy:  # None: packed already, and listed no more
+            return 0
+        if announced_blocks(weight) is not None:
             return 0
         packed = self.kernel.num_bytes(*weight.shape, weight.dtype)
         is_freed = self.table is not None or self._replaces_source

@@ -13,7 +13,17 @@ from torch import nn
 
 from atom.distributed.parallel_state import get_tp_group, shard_size
 from atom.kernels.registry import select_kernel
-from atom.model_ops.weights import copy_into, free_parameter, load_whole, new_parameter, slice_of
+from atom.model_ops.weights import (
+    announced_blocks,
+    copy_into,
+    free_parameter,
+    load_whole,
+    new_parameter,
+    slice_of,
+)
+from atom.quantization.block_weight import BlockWeight
+from atom.quantization import fallback  # noqa: F401  (registers its kernels)
+from atom.quantization.spec import current_spec
 
 
 class LinearBase(nn.Module):
@@ -30,9 +40,11 @@ class LinearBase(nn.Module):
         self.weight = new_parameter(out_features, in_features, loader=self.load_weight, shards=shards)
         self.bias = new_parameter(out_features, loader=self.load_bias, shards=shards) if bias else None
         self.kernel = select_kernel(
-            "linear", dtype=self.weight.dtype, in_features=in_features, out_features=out_features
+            current_spec().op, dtype=self.weight.dtype, in_features=in_features, out_features=out_features
         )
         self.packed: Any = None
+        if self.kernel.takes_gguf_blocks:
+            self.weight.block_weight = self._new_block_weight()
 
     def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
         load_whole(param, tensor, shard_id)
@@ -44,13 +56,21 @@ class LinearBase(nn.Module):
         """Pack the weight; the unpacked one is freed unless the kernel uses it as it is."""
         if self.weight is None:
             return
-        self.packed = self._pack(self.weight.data)
+        blocks = announced_blocks(self.weight)
+        self.packed = self._pack(self.weight.data) if blocks is None else self._take(blocks)
         if self.kernel.makes_copy:
             free_parameter(self.weight)
             self.weight = None
 
     def _pack(self, weight: torch.Tensor) -> Any:
         return self.kernel.pack(weight)
+
+    def _new_block_weight(self) -> BlockWeight:
+        """Where the blocks of a GGUF file go; one tensor fills the weight unless a subclass says otherwise."""
+        return BlockWeight({None: self.out_features}, self.in_features)
+
+    def _take(self, blocks: BlockWeight) -> Any:
+        return blocks.take()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [num_tokens, in_features]`` -> ``[num_tokens, out_features]``."""
@@ -101,6 +121,9 @@ class MergedColumnParallelLinear(LinearBase):
 
     load_bias = load_weight
 
+    def _new_block_weight(self) -> BlockWeight:
+        return BlockWeight(dict(enumerate(self.sizes)), self.in_features)
+
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """``[gate | up]`` of a gated MLP, or ``activation(gate) * up`` where the kernel computes that at once.
@@ -109,9 +132,16 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     """
 
     def __init__(self, in_features: int, intermediate_size: int, activation: str, *, bias: bool = False):
-        super().__init__(in_features, (intermediate_size, intermediate_size), bias=bias)
         self.activation = activation
+        super().__init__(in_features, (intermediate_size, intermediate_size), bias=bias)
         self.is_activated = False
+
+    def _new_block_weight(self) -> BlockWeight:
+        return BlockWeight(dict(enumerate(self.sizes)), self.in_features, self.activation)
+
+    def _take(self, blocks: BlockWeight) -> Any:
+        self.is_activated = True
+        return blocks.take()
 
     def _pack(self, weight: torch.Tensor) -> Any:
         packed = self.kernel.pack_gated(weight, self.activation)
@@ -142,6 +172,9 @@ class QKVParallelLinear(LinearBase):
         self.q_size = self.num_heads * head_dim
         self.kv_size = self.num_kv_heads * head_dim
         super().__init__(hidden_size, self.q_size + 2 * self.kv_size, bias, shards=("q", "k", "v"))
+
+    def _new_block_weight(self) -> BlockWeight:
+        return BlockWeight({"q": self.q_size, "k": self.kv_size, "v": self.kv_size}, self.in_features)
 
     def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
         if shard_id == "q":

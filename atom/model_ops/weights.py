@@ -14,6 +14,7 @@ from torch import nn
 
 from atom.distributed.parallel_state import get_tp_group
 from atom.errors import ModelLoadError
+from atom.quantization.block_weight import BlockWeight
 from atom.utils.debug_helper import maybe_dump_weights_and_exit
 
 WeightLoader = Callable[..., None]
@@ -39,6 +40,18 @@ def copy_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
     if target.shape != tensor.shape:
         raise ModelLoadError(f"expected shape {list(target.shape)}, found {list(tensor.shape)}")
     target.copy_(tensor)
+
+
+def announced_blocks(param: nn.Parameter) -> BlockWeight | None:
+    """The GGUF blocks that stand in for ``param``; None where it is loaded itself."""
+    blocks = getattr(param, "block_weight", None)
+    return blocks if blocks is not None and blocks.is_announced else None
+
+
+def num_loaded_bytes(param: nn.Parameter) -> int:
+    """Bytes of a parameter, or of the blocks that stand in for it."""
+    blocks = announced_blocks(param)
+    return param.nbytes if blocks is None else blocks.num_bytes
 
 
 def free_parameter(param: nn.Parameter) -> None:

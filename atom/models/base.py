@@ -23,7 +23,7 @@ from atom.model_ops.dense_decoder import DenseDecoder, FusedDecoder
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.linear import GateUpParallelLinear, RowParallelLinear
 from atom.model_ops.rotary_embedding import get_rope
-from atom.model_ops.weights import run_after_load
+from atom.model_ops.weights import num_loaded_bytes, run_after_load
 from atom.utils.forward_context import get_forward_context
 
 if TYPE_CHECKING:
@@ -158,12 +158,19 @@ class CausalLM(nn.Module):
         """A llama.cpp tensor as the Hugging Face layout would have it."""
         return tensor
 
+    def gguf_row_order(self, hf_name: str) -> torch.Tensor | None:
+        """Which rows of a llama.cpp matrix make the Hugging Face layout's, in order; None: they are the same.
+
+        Matrices differ in nothing else, so that blocks can be kept as they are.
+        """
+        return None
+
     def num_weight_bytes(self) -> int:
         """Bytes that this rank's weights will take once loaded and packed.
 
         Call it before loading: a packed weight is no parameter any more.
         """
-        return sum(p.nbytes for p in self.parameters()) + self.lm_head.num_extra_bytes()
+        return sum(map(num_loaded_bytes, self.parameters())) + self.lm_head.num_extra_bytes()
 
     def after_load(self) -> None:
         """Pack and quantise weights once all of them are there; the model is usable from here on."""

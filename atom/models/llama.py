@@ -164,14 +164,18 @@ class LlamaForCausalLM(CausalLM):
     body_class = LlamaModel
 
     def convert_gguf(self, hf_name: str, tensor: torch.Tensor) -> torch.Tensor:
+        order = self.gguf_row_order(hf_name)
+        return tensor if order is None else tensor[order]
+
+    def gguf_row_order(self, hf_name: str) -> torch.Tensor | None:
         """Undo llama.cpp's reordering of query and key rows for interleaved rotary pairs.
 
         There, row ``2 i + j`` of a head is row ``i + j * head_dim / 2`` of the half-split form.
         """
         module = hf_name.rpartition(".")[0].rpartition(".")[2]
         if module not in ("q_proj", "k_proj"):
-            return tensor
+            return None
         config = self.config
         num_heads = config.num_attention_heads if module == "q_proj" else config.num_key_value_heads
-        pairs = tensor.reshape(num_heads, config.head_dim // 2, 2, *tensor.shape[1:])
-        return pairs.transpose(1, 2).reshape(tensor.shape)
+        rows = torch.arange(num_heads * config.head_dim)
+        return rows.view(num_heads, config.head_dim // 2, 2).transpose(1, 2).reshape(-1)

@@ -31,6 +31,7 @@ class NativeLinear(LinearKernel):
 
     def __init__(self, format: str | None = None):
         self._format = format
+        self.takes_gguf_blocks = format is None
 
     def pack(self, weight: torch.Tensor) -> PackedWeight:
         return weights.pack(weight, self._format or _FORMAT[weight.dtype], in_place=True)
@@ -66,3 +67,7 @@ register_kernel("linear", "native", priority={"cpu": 20}, supports=supports_nati
 register_kernel("int8_linear", "native", priority={"cpu": 20}, supports=supports_native, is_traceable=False)(
     NativeLinear("int8_a8")
 )
+for _format in ("int8", "int8_a8", "int4"):
+    register_kernel(
+        f"linear_{_format}", "native", priority={"cpu": 20}, supports=supports_native, is_traceable=False
+    )(NativeLinear(_format))

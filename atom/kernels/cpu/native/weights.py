@@ -25,7 +25,8 @@ PANEL = 64
 GROUP = 32  # k is a multiple of it, in every format
 MAX_K = 65536
 
-FORMATS = {"bf16": 0, "int8": 1, "int8_a8": 2, "int4": 3, "fp32": 4}
+FORMATS = {"bf16": 0, "int8": 1, "int8_a8": 2, "int4": 3, "fp32": 4}  # what pack() makes
+ALL_FORMATS = FORMATS | {"q4_0": 8, "q8_0": 9, "q4_k": 10, "q6_k": 11, "q5_0": 12, "q5_k": 13, "parts": 14}
 EPILOGUES = {"store": 0, "add": 1, "silu_mul": 2, "gelu_tanh_mul": 3}
 _GATED = ("silu_mul", "gelu_tanh_mul")
 _BITS = {"bf16": 16, "int8": 8, "int8_a8": 8, "fp32": 32}
@@ -103,7 +104,7 @@ class PackedWeight:
 
     def __post_init__(self) -> None:
         self.struct = AtomWeight(
-            FORMATS[self.format],
+            ALL_FORMATS[self.format],
             EPILOGUES[self.epilogue],
             self.n,
             self.k,
@@ -131,9 +132,8 @@ class PackedWeight:
     def with_bias(self, bias: torch.Tensor) -> PackedWeight:
         """The same panels with another ``bias [n]``; made again when that tensor was written to since."""
         if self._biased is None or self._biased[0] is not bias or self._biased[1] != bias._version:
-            panels = (self.format, self.epilogue, self.n, self.k, self.data, self.scales, self.sums)
             packed = _packed_order(bias.detach().float(), self.n, self.is_gated)
-            self._biased = (bias, bias._version, PackedWeight(*panels, packed))
+            self._biased = (bias, bias._version, replace(self, bias=packed))
         return self._biased[2]
 
     def unpack(self) -> torch.Tensor:

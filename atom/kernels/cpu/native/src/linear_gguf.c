@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "gguf.h"
+#include "linear_core.h"
 #include "linear_gguf.h"
 
 #define MAX_TILE 512        /* rows that share one unpacking of a panel */
@@ -41,14 +42,8 @@ typedef struct {
     int64_t top_k;
 } row_source;
 
-static inline float widen(bf16 value)
-{
-    const union { uint32_t bits; float value; } wide = {.bits = (uint32_t)value << 16};
-    return wide.value;
-}
-
 /* To the nearest, ties to even; a NaN stays one. */
-static inline bf16 narrow(float value)
+static inline bf16 narrow_one(float value)
 {
     const union { float value; uint32_t bits; } wide = {.value = value};
     if ((wide.bits & 0x7fffffff) > 0x7f800000)
@@ -92,7 +87,7 @@ static void round_into(const gguf_rows *rows, int64_t i, const row_source *sourc
     for (int64_t at = 0; at < k; at += WIDENED) {
         const int64_t count = k - at < WIDENED ? k - at : WIDENED;
         for (int64_t j = 0; j < count; j++)
-            wide[j] = widen(from[at + j]);
+            wide[j] = widen_one(from[at + j]);
         kernels->round(wide, count, values + at, scales + at / 32, sums + at / 16);
     }
 }
@@ -177,7 +172,7 @@ static void one_panel(atom_worker *w, const output *to, const gguf_rows *rows, i
         if (to->is_bf16) {
             bf16 *out = (bf16 *)to->y + at;
             for (int64_t c = 0; c < width; c++)
-                out[c] = narrow(weight->epilogue == ATOM_ADD ? widen(out[c]) + values[c] : values[c]);
+                out[c] = narrow_one(weight->epilogue == ATOM_ADD ? widen_one(out[c]) + values[c] : values[c]);
         } else {
             float *out = (float *)to->y + at;
             for (int64_t c = 0; c < width; c++)

@@ -1,0 +1,48 @@
+"""What a layer's weight is rounded to: a format by name, and the layer's own choice of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atom.config import get_current_atom_config
+
+
+@dataclass(frozen=True, slots=True)
+class QuantSpec:
+    """How one weight ``[n, k]`` is stored and what its activations are rounded to.
+
+    Attributes:
+        weight_bits: 16: as it was loaded; else symmetric integers of so many bits.
+        group_size: values of k that share a scale; 0: all of a row.
+        activation_bits: 0: as they are; 8: rounded, with a scale for each row or group.
+        op: the operation of the kernel registry that multiplies such a weight.
+    """
+
+    name: str
+    weight_bits: int
+    group_size: int = 0
+    activation_bits: int = 0
+
+    @property
+    def op(self) -> str:
+        return "linear" if self.weight_bits == 16 else f"linear_{self.name}"
+
+
+BF16 = QuantSpec("bf16", 16)
+# The values of --cpu-weights. An int8 weight alone leaves activations at 16 bits, which its products need.
+CPU_WEIGHTS = {
+    spec.name: spec
+    for spec in (
+        BF16,
+        QuantSpec("int8", 8),
+        QuantSpec("int8_a8", 8, activation_bits=8),
+        QuantSpec("int4", 4, group_size=32, activation_bits=8),
+    )
+}
+
+
+def current_spec() -> QuantSpec:
+    """The spec of the layers that are being built, as their configuration says; BF16 outside of one."""
+    config = get_current_atom_config()
+    name = None if config is None else config.cpu_weights
+    return BF16 if name is None else CPU_WEIGHTS[name]

@@ -25,7 +25,7 @@ usage: atom COMMAND ...
 
   serve MODEL [flags]               serve a model over HTTP (OpenAI's API)
   generate MODEL [-p PROMPT] ...    print what a model answers; the prompt comes from standard input if none is given
-  bench KIND [flags]                measure: serve (a running server), host, text or cpu
+  bench KIND [flags]                measure: serve (a running server), host, text, cpu or quality
   doctor [--json]                   what this machine has, what it lacks and which variables are set
   cache list|clear [flags]          what ATOM keeps on disk: compiled graphs, tokenizers, the demo model
 
@@ -105,6 +105,7 @@ BENCHMARKS = {
     "host": "host_overhead",
     "text": "text_pipeline",
     "cpu": "cpu_suite",
+    "quality": "cpu_quality",
 }
 
 

@@ -78,9 +78,9 @@ class Config:
     lm_head_dtype: Literal["auto", "int8"] = opt("auto", "Storage of the output head; int8 on the CPU.")
     gguf_dtype: Literal["auto", "keep", "dequantize"] = opt(
         "auto",
-        "Whether a GGUF file's blocks stay packed or are widened to dtype; auto: packed on the CPU with native kernels.",
+        "Whether a GGUF file's blocks stay packed or are widened; auto: packed on the CPU if it has a compiler.",
     )
-    cpu_weights: Literal["bf16", "int8", "int8_a8", "int4"] | None = opt(
+    cpu_weights: Literal["bf16", "int8", "int8_a8", "int8_g32", "int4"] | None = opt(
         None, "Round weights to this while loading, on the CPU; None: as the model stores them."
     )
 
@@ -210,7 +210,9 @@ class Config:
         if not self.model:
             raise ConfigError("model must be a folder or a name, got ''")
         if self.gguf_dtype == "keep" and self.cpu_weights is not None:
-            raise ConfigError(f"gguf_dtype must not be 'keep' with cpu_weights {self.cpu_weights!r}; got both")
+            raise ConfigError(
+                f"gguf_dtype must not be 'keep' with cpu_weights {self.cpu_weights!r}; got both"
+            )
         self._check_lengths()
         self._check_parallel()
         self._check_speculation()

@@ -81,6 +81,8 @@ DEFAULTS = {
     "max_consecutive_prefill_steps": None,
     "lm_head_dtype": "auto",
     "attention_backend": "auto",
+    "gguf_dtype": "auto",
+    "cpu_weights": None,
     "num_threads": None,
 }
 
@@ -97,6 +99,8 @@ def test_defaults(name, value):
         ({"max_num_seqs": "8"}, ["max_num_seqs", "an integer", "'8'"]),
         ({"max_num_seqs": True}, ["max_num_seqs", "an integer", "True"]),
         ({"dtype": "bf16"}, ["dtype", "'bfloat16'", "'bf16'"]),
+        ({"gguf_dtype": "pack"}, ["gguf_dtype", "'keep'", "'pack'"]),
+        ({"cpu_weights": "int3"}, ["cpu_weights", "'int4'", "'int3'"]),
         ({"gpu_memory_utilization": 1.2}, ["gpu_memory_utilization", "at most 1", "1.2"]),
         ({"gpu_memory_utilization": float("nan")}, ["gpu_memory_utilization", "nan"]),
         ({"tensor_parallel_size": 9}, ["tensor_parallel_size", "at most 8", "9"]),

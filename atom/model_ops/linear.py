@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import atom.quantization.kernels  # noqa: F401  (registers its kernels)
 from atom.distributed.parallel_state import get_tp_group, shard_size
 from atom.kernels.registry import select_kernel
 from atom.model_ops.weights import (
@@ -22,7 +23,6 @@ from atom.model_ops.weights import (
     slice_of,
 )
 from atom.quantization.block_weight import BlockWeight
-from atom.quantization import fallback  # noqa: F401  (registers its kernels)
 from atom.quantization.spec import current_spec
 
 

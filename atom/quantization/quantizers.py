@@ -1,7 +1,7 @@
 """Rounding of weights to few bits, in torch: what the packed formats of every device must reproduce.
 
-Symmetric throughout: ``value = scale * q``. Bounds per value: int8 ``scale / 2 = amax(row) / 254``; int4 half a step
-inside the range, and where the largest magnitude lies beyond 7 steps on its other side, one step.
+Symmetric throughout: ``value = scale * q``. A value is off by at most half a scale in int8, ``amax / 254``; in int4 by
+half a scale inside the range and one and a half at its ends, where that makes the others better.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ _TINY = 1e-30
 INT4_EXTREMES = (-8.0, -7.5, -7.0, -8.5, 7.0, 7.5)
 
 
-def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row: ``(q [n, k] int8, scale [n] fp32)`` with ``q = round(w / scale)``, ``scale = amax / 127``."""
-    weight = weight.float()
-    scale = weight.abs().amax(dim=-1) / 127.0
-    q = (weight / scale.clamp_min(_TINY)[:, None]).round_().clamp_(-127, 127)
-    return q.to(torch.int8), scale
+def quantize_int8(weight: torch.Tensor, group_size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per row, or per group along k: ``(q [n, k] int8, scale [n, groups] fp32)``; ``scale = amax / 127``.
+
+    Raises:
+        ValueError: k is no multiple of the group.
+    """
+    groups = _groups(weight, group_size)
+    scale = groups.abs().amax(dim=-1) / 127.0
+    q = (groups / scale.clamp_min(_TINY)[..., None]).round_().clamp_(-127, 127)
+    return q.to(torch.int8).view(weight.shape), scale
 
 
-def dequantize_int8(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return q.float() * scale[:, None]
+def dequantize(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``scale [n, groups] * q [n, k]`` in fp32."""
+    n, k = q.shape
+    return (q.view(n, scale.shape[1], -1).float() * scale.float()[..., None]).view(n, k)
 
 
 def quantize_int4(weight: torch.Tensor, group_size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,9 +40,7 @@ def quantize_int4(weight: torch.Tensor, group_size: int = 32) -> tuple[torch.Ten
         ValueError: k is no multiple of the group.
     """
     n, k = weight.shape
-    if k % group_size:
-        raise ValueError(f"in_features must be a multiple of the group of {group_size}, got {k}")
-    groups = weight.float().view(n, -1, group_size)
+    groups = _groups(weight, group_size)
     largest = groups.abs().argmax(dim=-1, keepdim=True)
     extreme = groups.gather(-1, largest)
     best_error = torch.full_like(extreme, torch.inf)
@@ -53,18 +57,21 @@ def quantize_int4(weight: torch.Tensor, group_size: int = 32) -> tuple[torch.Ten
     return best_q.to(torch.int8).view(n, k), best_scale.bfloat16().view(n, -1)
 
 
-def dequantize_int4(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    n, k = q.shape
-    return (q.view(n, scale.shape[1], -1).float() * scale.float()[..., None]).view(n, k)
-
-
 def fake_quantize(weight: torch.Tensor, weight_bits: int, group_size: int = 0) -> torch.Tensor:
     """``weight`` rounded to the format and back, in its dtype."""
     if weight_bits == 8:
-        return dequantize_int8(*quantize_int8(weight)).to(weight.dtype)
+        return dequantize(*quantize_int8(weight, group_size)).to(weight.dtype)
     if weight_bits == 4:
-        return dequantize_int4(*quantize_int4(weight, group_size)).to(weight.dtype)
+        return dequantize(*quantize_int4(weight, group_size)).to(weight.dtype)
     raise ValueError(f"weight_bits must be 4 or 8, got {weight_bits}")
+
+
+def _groups(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+    """``weight [n, k]`` as ``[n, groups, group_size]`` fp32; 0: a group a row."""
+    n, k = weight.shape
+    if group_size and k % group_size:
+        raise ValueError(f"in_features must be a multiple of the group of {group_size}, got {k}")
+    return weight.float().view(n, -1, group_size or k)
 
 
 def to_q8_0(rows: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ CPU_WEIGHTS = {
         BF16,
         QuantSpec("int8", 8),
         QuantSpec("int8_a8", 8, activation_bits=8),
+        QuantSpec("int8_g32", 8, group_size=32, activation_bits=8),
         QuantSpec("int4", 4, group_size=32, activation_bits=8),
     )
 }

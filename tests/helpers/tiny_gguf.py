@@ -34,11 +34,18 @@ _GEMMA_PARTS = _PARTS | {
 }
 
 
-def write_gguf(folder: str | Path, path: str | Path, quantisation: str = "F32", **extra_keys) -> Path:
+def write_gguf(
+    folder: str | Path,
+    path: str | Path,
+    quantisation: str = "F32",
+    types: dict[str, str] | None = None,
+    **extra_keys,
+) -> Path:
     """Convert the model in ``folder`` (of ``make_tiny_model``) to ``path``.
 
     Args:
         quantisation: type of the matrices whose rows are long enough; the rest stays F32.
+        types: another type by part of the tensor's name, such as ``attn_q``.
         extra_keys: more metadata of the architecture, dots as double underscores.
     """
     import gguf
@@ -61,11 +68,11 @@ def write_gguf(folder: str | Path, path: str | Path, quantisation: str = "F32", 
         else:
             writer.add_uint32(full, value)
     _write_byte_tokenizer(writer, config["vocab_size"])
-    kind = gguf.GGMLQuantizationType[quantisation]
-    block = gguf.GGML_QUANT_SIZES[kind][0]
     for name, tensor in load_file(folder / "model.safetensors").items():
         tensor = _to_gguf_layout(name, tensor.astype(np.float32), arch, config)
-        if tensor.ndim == 2 and tensor.shape[1] % block == 0:
+        own = [kind for part, kind in (types or {}).items() if f".{part}." in gguf_name(name, arch)]
+        kind = gguf.GGMLQuantizationType[own[0] if own else quantisation]
+        if tensor.ndim == 2 and tensor.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
             writer.add_tensor(gguf_name(name, arch), quants.quantize(tensor, kind), raw_dtype=kind)
         else:
             writer.add_tensor(gguf_name(name, arch), tensor)

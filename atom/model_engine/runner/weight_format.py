@@ -35,7 +35,10 @@ def keeps_gguf_blocks(config: Config, platform_name: str, files: ModelFiles) -> 
         (platform_name != "cpu", f"--device cpu, got {platform_name}"),
         (config.compilation_level > 0, f"--level 0, got {config.compilation_level:d}"),
         (config.load_dummy is not None, f"weights of its own, got --load_dummy {config.load_dummy}"),
-        (bool(envs.ATOM_WEIGHT_DUMP_DIR), f"no dump of weights, got ATOM_WEIGHT_DUMP_DIR={envs.ATOM_WEIGHT_DUMP_DIR}"),
+        (
+            bool(envs.ATOM_WEIGHT_DUMP_DIR),
+            f"no dump of weights, got ATOM_WEIGHT_DUMP_DIR={envs.ATOM_WEIGHT_DUMP_DIR}",
+        ),
     ]
     for is_there, what in obstacles:
         if is_there and config.gguf_dtype == "keep":

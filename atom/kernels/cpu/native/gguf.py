@@ -67,7 +67,9 @@ class BlockPanels:
         if library is None:
             raise ConfigError("the native CPU kernels are not available here (see the log)")
         if k % kind.block_elements:
-            raise ConfigError(f"in_features must be a multiple of {kind.block_elements} for {kind.name}, got {k}")
+            raise ConfigError(
+                f"in_features must be a multiple of {kind.block_elements} for {kind.name}, got {k}"
+            )
         self._kind, self._k, self._n, self._epilogue = kind, k, n, epilogue
         self._is_gated = epilogue in ("silu_mul", "gelu_tanh_mul")
         if self._is_gated and n % 2:

@@ -66,7 +66,7 @@ def test_kept_blocks_are_the_widened_values(folder, tmp_path, types):
     for mine, theirs in zip(kept.model.layers, wide.model.layers, strict=True):
         mine, theirs = mine.self_attn.qkv_proj.packed, theirs.self_attn.qkv_proj.packed
         assert isinstance(mine, PackedBlocks)
-        assert bool(mine.parts) == isinstance(types, dict)
+        assert mine.parts  # of several types, or of rows that fill no panel
         # The widened model holds bf16.
         torch.testing.assert_close(rows_of(mine), theirs.unpack(), rtol=2**-8, atol=1e-7)
     ids = torch.arange(kept.config.vocab_size)

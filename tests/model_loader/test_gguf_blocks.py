@@ -9,7 +9,6 @@ from atom.config import Config
 from atom.errors import ConfigError
 from atom.kernels.cpu.native.gguf import PackedBlocks
 from atom.kernels.cpu.native.library import native_library
-from atom.kernels.cpu.native.weights import gather_rows
 from atom.model_engine.runner import weight_format
 from atom.model_loader.loader import announce_blocks, load_weights
 from atom.model_loader.model_files import ModelFiles
@@ -49,12 +48,6 @@ def load(path, keep: bool):
     return model, size, num_kept
 
 
-def rows_of(packed):
-    """The weight that the products use: rows of each part, one behind the other."""
-    parts = packed.parts if isinstance(packed, PackedBlocks) and packed.parts else (packed,)
-    return torch.cat([gather_rows(torch.arange(part.n), part) for part in parts])
-
-
 @needs_native
 @pytest.mark.parametrize("types", ["Q8_0", MIXED], ids=["one type", "mixed"])
 def test_kept_blocks_are_the_widened_values(folder, tmp_path, types):
@@ -68,7 +61,7 @@ def test_kept_blocks_are_the_widened_values(folder, tmp_path, types):
         assert isinstance(mine, PackedBlocks)
         assert mine.parts  # of several types, or of rows that fill no panel
         # The widened model holds bf16.
-        torch.testing.assert_close(rows_of(mine), theirs.unpack(), rtol=2**-8, atol=1e-7)
+        torch.testing.assert_close(mine.unpack(), theirs.unpack(), rtol=2**-8, atol=1e-7)
     ids = torch.arange(kept.config.vocab_size)
     torch.testing.assert_close(
         kept.model.embed_tokens(ids).float(), wide.model.embed_tokens(ids).float(), rtol=2**-7, atol=1e-7

@@ -10,7 +10,7 @@ import torch
 
 from atom.errors import ConfigError
 from atom.kernels.cpu.native.library import native_library
-from atom.kernels.cpu.native.weights import ALL_FORMATS, PANEL, AtomWeight, PackedWeight
+from atom.kernels.cpu.native.weights import ALL_FORMATS, PANEL, AtomWeight, PackedWeight, gather_rows
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class PackedBlocks(PackedWeight):
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.parts) if self.parts else super().num_bytes
+
+    def unpack(self) -> torch.Tensor:
+        """See ``PackedWeight``. Raises ConfigError for a gated weight, whose rows are not gathered."""
+        parts = self.parts or (self,)
+        return torch.cat([gather_rows(torch.arange(part.n), part) for part in parts])
 
 
 class BlockPanels:

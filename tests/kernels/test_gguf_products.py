@@ -5,6 +5,9 @@ off by at most amax(x_g) / 254 * sum |w_g|.
 """
 
 import ctypes
+import re
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from atom.kernels.cpu.native.gguf import BLOCK_TYPES, BlockPanels, join_blocks
 from atom.kernels.cpu.native.library import native_library
 from atom.kernels.cpu.native.weights import gather_rows, linear, linear_argmax, linear_experts
 from atom.model_loader.gguf_dequant import FAST_TYPES
+from atom.platforms.cpu import cpu_facts
 from atom.quantization.kernels import GroupedInt8Linear
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="no compiler here")
@@ -187,6 +191,19 @@ def test_non_finite_activations_are_not_hidden():
     x[0, 5] = torch.nan
     y = linear(x, weight)
     assert y[0].isnan().all() and not y[1].any()
+
+
+def test_the_products_do_not_spill():
+    if shutil.which("objdump") is None or "avx512_vnni" not in cpu_facts().flags:
+        pytest.skip("needs objdump and AVX-512 with VNNI")
+    command = ["objdump", "-d", "--no-show-raw-insn", str(native_library().path)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    functions = dict(
+        re.findall(r"^[0-9a-f]+ <(gguf_(?:one|times)_\w+)>:\n(.*?)(?:\n\n|\Z)", text, re.M | re.S)
+    )
+    assert {"gguf_one_q8_0", "gguf_one_q4_k", "gguf_one_q6_k", "gguf_times_6"} <= set(functions)
+    for name, body in functions.items():
+        assert not re.findall(r"\(%r[sb]p.*zmm|zmm.*\(%r[sb]p", body), name
 
 
 def test_bad_sizes_are_named():

@@ -139,6 +139,19 @@ GGUF_INLINE void one_row(const int high_bits, const int has_minima, const int sc
         _mm512_storeu_ps(out + r * 16, total[r]);
 }
 
+/* The numbers are those of the layouts in gguf_pack.c, as constants. */
+#define ONE_ROW(name, ...)                                                                                           \
+    static __attribute__((noinline)) void gguf_one_##name(const uint8_t *panel, const gguf_rows *rows, float *out, char *work) \
+    {                                                                                                                \
+        one_row(__VA_ARGS__, panel, rows, out, work);                                                                \
+    }
+ONE_ROW(q4_0, 0, 0, 32, 8, 32, 1024, 128)
+ONE_ROW(q5_0, 1, 0, 32, 16, 32, 1280, 128)
+ONE_ROW(q8_0, 4, 0, 32, 128, 32, 2048, 128)
+ONE_ROW(q4_k, 0, 1, 32, 0, 256, 1024, 1024)
+ONE_ROW(q5_k, 1, 1, 32, 0, 256, 1280, 1024)
+ONE_ROW(q6_k, 2, 0, 16, 32, 256, 1536, 1152)
+
 /* Integer products of some rows with the steps of one scale: product [rows, 64]. Accumulators have names, not indices:
  * gcc keeps an array of them in memory. */
 typedef void (*rows_fn)(const uint8_t *quants, int steps, const int8_t *a, int64_t k, int32_t *product);
@@ -163,7 +176,7 @@ typedef void (*rows_fn)(const uint8_t *quants, int steps, const int8_t *a, int64
     _mm512_store_si512(product + i * 64 + 32, p##i##2); \
     _mm512_store_si512(product + i * 64 + 48, p##i##3);
 #define ROWS(n)                                                                                              \
-    static void rows_##n(const uint8_t *quants, int steps, const int8_t *a, int64_t k, int32_t *product)       \
+    static void gguf_times_##n(const uint8_t *quants, int steps, const int8_t *a, int64_t k, int32_t *product)       \
     {                                                                                                          \
         const __m512i zero = _mm512_setzero_si512();                                                           \
         LIST_##n(CLEAR)                                                                                        \
@@ -176,7 +189,7 @@ typedef void (*rows_fn)(const uint8_t *quants, int steps, const int8_t *a, int64
         LIST_##n(KEEP)                                                                                         \
     }
 ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
-static const rows_fn rows_by_count[] = {0, rows_1, rows_2, rows_3, rows_4, rows_5, rows_6};
+static const rows_fn rows_by_count[] = {0, gguf_times_1, gguf_times_2, gguf_times_3, gguf_times_4, gguf_times_5, gguf_times_6};
 
 /* Rows times the unpacked groups; adds to out [num_rows, 64]. */
 static void some_rows(int num_rows, const gguf_layout *layout, const uint8_t *quants, const float *factors,
@@ -263,12 +276,12 @@ static void multiply(const gguf_layout *layout, const uint8_t *panel, const gguf
         return;
     }
     switch (layout->format) {
-    case ATOM_Q4_0: one_row(0, 0, 32, 8, 32, 1024, 128, panel, rows, out, work); break;
-    case ATOM_Q5_0: one_row(1, 0, 32, 16, 32, 1280, 128, panel, rows, out, work); break;
-    case ATOM_Q8_0: one_row(4, 0, 32, 128, 32, 2048, 128, panel, rows, out, work); break;
-    case ATOM_Q4_K: one_row(0, 1, 32, 0, 256, 1024, 1024, panel, rows, out, work); break;
-    case ATOM_Q5_K: one_row(1, 1, 32, 0, 256, 1280, 1024, panel, rows, out, work); break;
-    case ATOM_Q6_K: one_row(2, 0, 16, 32, 256, 1536, 1152, panel, rows, out, work); break;
+    case ATOM_Q4_0: gguf_one_q4_0(panel, rows, out, work); break;
+    case ATOM_Q5_0: gguf_one_q5_0(panel, rows, out, work); break;
+    case ATOM_Q8_0: gguf_one_q8_0(panel, rows, out, work); break;
+    case ATOM_Q4_K: gguf_one_q4_k(panel, rows, out, work); break;
+    case ATOM_Q5_K: gguf_one_q5_k(panel, rows, out, work); break;
+    case ATOM_Q6_K: gguf_one_q6_k(panel, rows, out, work); break;
     }
 }
 

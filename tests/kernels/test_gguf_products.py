@@ -199,7 +199,7 @@ def test_the_products_do_not_spill():
     command = ["objdump", "-d", "--no-show-raw-insn", str(native_library().path)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     functions = dict(
-        re.findall(r"^[0-9a-f]+ <(gguf_(?:one|times)_\w+)>:\n(.*?)(?:\n\n|\Z)", text, re.M | re.S)
+        re.findall(r"^[0-9a-f]+ <(gguf_(?:one|times)_\w+)[^>]*>:\n(.*?)(?:\n\n|\Z)", text, re.M | re.S)
     )
     assert {"gguf_one_q8_0", "gguf_one_q4_k", "gguf_one_q6_k", "gguf_times_6"} <= set(functions)
     for name, body in functions.items():

@@ -102,7 +102,7 @@ static gguf_rows round_rows(atom_worker *w, const row_source *source, int64_t m,
             round_into(&rows, i, source);
         return rows;
     }
-    char *shared = atom_linear_memory(w, bytes);
+    char *shared = atom_layout_memory(w, bytes);
     const gguf_rows rows = rounded_at(shared, m, k);
     for (int64_t i; (i = atom_next(w)) < m;)
         round_into(&rows, i, source);

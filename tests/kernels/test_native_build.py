@@ -121,7 +121,7 @@ def test_sources_that_do_not_compile_are_one_line(small_sources, monkeypatch, ca
     with pytest.raises(BuildError, match="missing"):
         build_library(Target.of(cpu_facts()))
     assert native_library() is None
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert sum(record.levelno >= logging.WARNING for record in caplog.records) == 1
     assert not list((small_sources.parent / "cache" / "atom" / build.KIND).glob("*/kernels.so"))
 
 

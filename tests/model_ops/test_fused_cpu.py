@@ -207,7 +207,7 @@ def test_a_decode_step_is_one_native_call(folders, monkeypatch):
         assert calls == ["atom_program_step"] * number
 
 
-@pytest.mark.parametrize("reason", ["level", "dump", "marks"])
+@pytest.mark.parametrize("reason", ["switch", "dump", "marks"])
 def test_what_needs_the_modules_gets_them(folders, reason, tmp_path, monkeypatch):
     fields = {}
     if reason == "dump":
@@ -215,6 +215,6 @@ def test_what_needs_the_modules_gets_them(folders, reason, tmp_path, monkeypatch
     elif reason == "marks":
         fields = {"mark_trace": True, "torch_profiler_dir": str(tmp_path)}
     else:
-        fields = {"compilation_config": {"level": 1}}
+        monkeypatch.setenv("ATOM_FUSED_DECODE", "0")
     driver = run(folders["llama"], {0: IDS[:4]}, SamplingParams(temperature=0.0, max_tokens=2), **fields)
     assert driver.core.worker.model.fused is None

@@ -288,6 +288,8 @@ class ModelRunner(Worker):
             fused, reason = fused_cuda_decoder(decoder, self.platform, max_tokens=most, advance=advance)
         if reason is not None:
             logger.info("steps run module by module: %s", reason)
+        elif fused is not None and self.platform.name == "cpu":
+            logger.info("a step is one native call")
         return fused
 
     def _fuse_on_cpu(self, decoder: DenseDecoder | None) -> tuple[FusedDecoder | None, str | None]:

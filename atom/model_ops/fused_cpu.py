@@ -176,13 +176,13 @@ class CpuFusedDecoder(FusedDecoder):
         for layer in decoder.layers:
             if id(layer.rope) not in rotations:
                 rotations[id(layer.rope)] = _add_rotation(program, layer.rope)
-        normed, delta = program.buffer(size), program.buffer(size)
-        qkv = program.buffer(max(layer.qkv.out_features for layer in decoder.layers))
+        normed, delta = program.hidden, program.buffer(size)
         attended = program.buffer(max(layer.output.in_features for layer in decoder.layers))
-        gated = program.buffer(max(layer.down.in_features for layer in decoder.layers))
-        pending: RMSNorm | None = (
-            None  # the norm of what the last block left in delta; it is then to be added
-        )
+        # Queries, keys and values are gone when the gated activations come.
+        widths = [max(layer.qkv.out_features, layer.down.in_features) for layer in decoder.layers]
+        qkv = gated = program.buffer(max(widths))
+        # The norm of what the last block left in delta, which is added by the next norm.
+        pending: RMSNorm | None = None
         has_delta = False
 
         def norm(module: RMSNorm, out: np.ndarray) -> None:
@@ -218,7 +218,7 @@ class CpuFusedDecoder(FusedDecoder):
             program.linear(_weight(layer.gate_up), normed, gated)
             add(layer.down, gated, layer.post_mlp_norm)
         norm(decoder.final_norm, program.hidden)
-        for owner in (normed, delta, qkv, attended, gated, decoder, caches):
+        for owner in (delta, qkv, attended, decoder, caches):
             program.keep(owner)
         return program
 

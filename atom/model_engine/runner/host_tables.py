@@ -17,12 +17,12 @@ class HostTables(DeviceTables):
 
     def __init__(self, num_rows: int, max_blocks: int, num_groups: int, block_size: int):
         super().__init__(num_rows, max_blocks, num_groups, block_size, torch.device("cpu"))
-        self._tables = [table.numpy() for table in self.block_tables]
+        self._arrays = [table.numpy() for table in self.block_tables]
         self._computed, self._last_token = self.computed.numpy(), self.last_token.numpy()
 
     def apply(self, packed: torch.Tensor, step: PackedStep) -> None:
         buffer, offset = step.buffer, step.patch_offset
-        for table, count in zip(self._tables, step.patch_counts, strict=False):  # none: no patches
+        for table, count in zip(self._arrays, step.patch_counts, strict=False):  # none: no patches
             if count:
                 patches = buffer[offset : offset + 3 * count].reshape(count, 3)
                 table[patches[:, 0], patches[:, 1]] = patches[:, 2]
@@ -73,7 +73,7 @@ class HostTables(DeviceTables):
         in_block = positions - block_index * self.block_size
         columns = -(-max_context_len // self.block_size)
         groups = []
-        for table in self._tables:
+        for table in self._arrays:
             slots = table[token_rows, block_index].astype(np.int64) * self.block_size + in_block
             if is_live is not None:
                 slots = np.where(is_live, slots, -1)

@@ -117,7 +117,7 @@ def _running(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        process_group=0,
     )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S

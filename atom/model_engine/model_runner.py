@@ -1,5 +1,7 @@
 """ModelRunner: the worker that runs a real model on one device."""
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,6 +17,7 @@ from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, To
 from atom.errors import ConfigError
 from atom.kernels.reference import sampling as reference_sampling
 from atom.kernels.registry import selected_kernels
+from atom.model_engine.runner import calibration
 from atom.model_engine.runner.device_timer import make_device_timer
 from atom.model_engine.runner.forward_mode import capture_sizes, token_graph_sizes
 from atom.model_engine.runner.forward_pass import ForwardPass, ForwardResult
@@ -22,7 +25,7 @@ from atom.model_engine.runner.graph_recorder import GraphRecorder, RecordedBucke
 from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
 from atom.model_engine.runner.limits import scheduler_limits
 from atom.model_engine.runner.step_profiler import StepProfiler
-from atom.model_engine.runner.warm_up import warm_up_batches
+from atom.model_engine.runner.warm_up import decode_batch, warm_up_batches
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
 from atom.model_loader.loader import load_dummy, load_weights
@@ -45,9 +48,6 @@ __all__ = ["ModelRunner", "support_model_arch_dict"]
 logger = init_logger(__name__)
 
 DEVICE_CHUNK_TOKENS = 16384
-CPU_CHUNK_SECONDS = 0.2  # a prefill step of this length keeps streams flowing
-CPU_FLOPS_PER_THREAD = {torch.float32: 120e9, torch.bfloat16: 200e9, torch.float16: 120e9}
-MIN_CHUNK_TOKENS = 256
 GRAPH_BYTES = 8 << 20  # of a graph's own; 4 to 9 MiB were measured for 28 layers
 
 
@@ -90,6 +90,9 @@ class ModelRunner(Worker):
         self.groups: list[CacheGroupSpec] = []
         self.req_graph = ReqGraph(device=self.device)  # decode steps by request bucket
         self.forward_vars: dict[str, torch.Tensor] = {}  # what a step's inputs lie in, at fixed addresses
+        self._busy_chunk_tokens = 0  # of a prefill step that streams wait for; 0: as any other
+        self._half_chunk_depth = 0
+        self._max_num_seqs = config.max_num_seqs
         self._forward: ForwardPass | None = None
         self._recorder: GraphRecorder | None = None
         self._remaining: Iterator[RecordedBucket] = iter(())  # still to be recorded, while serving
@@ -156,7 +159,7 @@ class ModelRunner(Worker):
     def _plan(self, specs: list[CacheGroupSpec]) -> None:
         config = self.config
         context = config.resolve_max_model_len(self.hf_config.get("max_position_embeddings"))
-        self._chunk_tokens = min(config.max_num_batched_tokens or self._default_chunk(context), 1 << 20)
+        self._chunk_tokens = min(config.max_num_batched_tokens or self._largest_chunk(), 1 << 20)
         limits = CacheLimits(
             block_size=self.block_size,
             max_model_len=context,
@@ -197,19 +200,13 @@ class ModelRunner(Worker):
             ", ".join(f"{group.kind} {group.num_blocks} blocks" for group in plan.groups),
         )
 
-    def _default_chunk(self, context: int) -> int:
-        """Tokens of a prefill step: a device's batch, or what takes about ``CPU_CHUNK_SECONDS`` on the CPU.
-
-        Each is taken to attend to ``context`` others, as those of a long prompt's last chunk do.
-        """
+    def _largest_chunk(self) -> int:
+        """Tokens of the largest prefill step, which memory is planned for: a device's batch, or the CPU's bound."""
         if self.platform.name != "cpu":
             return DEVICE_CHUNK_TOKENS
-        config = self.hf_config
-        attended = context * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-        flops_per_token = 2 * self._weight_bytes / self.dtype.itemsize + 4 * attended
-        speed = CPU_FLOPS_PER_THREAD.get(self.dtype, 100e9) * torch.get_num_threads()
-        tokens = int(CPU_CHUNK_SECONDS * speed / max(1, flops_per_token))
-        return max(MIN_CHUNK_TOKENS, tokens - tokens % MIN_CHUNK_TOKENS, self.config.max_num_seqs)
+        if self.config.cpu_calibration:
+            return calibration.MAX_CHUNK_TOKENS
+        return max(calibration.DEFAULT_CHUNK_TOKENS, self.config.max_num_seqs)
 
     def _activation_bytes(self) -> int:
         """Upper estimate of the largest step's tensors: a few hidden rows and the MLP's a token, and logits."""
@@ -259,6 +256,64 @@ class ModelRunner(Worker):
         logger.debug("step buffers on the device: %s (%s)", format_bytes(size), ", ".join(self.forward_vars))
         self.model.fused = self._fused_decoder()
         self.set_vocab_size(self.hf_config.vocab_size)
+        if self.platform.name == "cpu" and self.config.max_num_batched_tokens is None:
+            self._size_steps()
+
+    def _size_steps(self) -> None:
+        """Tokens and sequences of a step, from measured step times; see ``calibration``."""
+        limits = calibration.StepLimits()
+        if self.config.cpu_calibration:
+            limits = calibration.calibrated(self._calibration_key(), self._measure_steps).limits()
+        self._busy_chunk_tokens = min(limits.chunk_tokens, self._chunk_tokens)
+        self._chunk_tokens = min(limits.idle_chunk_tokens, self._chunk_tokens)
+        is_open = self.config.max_num_seqs == type(self.config).max_num_seqs
+        if is_open and limits.num_seqs is not None:
+            self._max_num_seqs = min(self.config.max_num_seqs, limits.num_seqs)
+        window_of = [(len(group.layer_names), group.window) for group in self.groups]
+        model = self.hf_config
+        width = model.num_attention_heads * model.head_dim
+        projections = 2 * (width + model.num_key_value_heads * model.head_dim) + 3 * model.intermediate_size
+        num_block_weights = model.num_hidden_layers * model.hidden_size * projections
+        self._half_chunk_depth = calibration.half_chunk_depth(window_of, num_block_weights, width)
+        logger.info(
+            "steps: prefill of %d tokens, %d while nobody decodes, decode of %d sequences",
+            self._busy_chunk_tokens,
+            self._chunk_tokens,
+            self._max_num_seqs,
+        )
+
+    def _calibration_key(self) -> dict[str, Any]:
+        """What step times depend on: the model, the machine, and what computes."""
+        config, cpu = self.config, self.platform.describe()
+        chosen = {name: getattr(config, name, None) for name in calibration.KEY_FIELDS}
+        return {
+            "model": hashlib.sha256(
+                json.dumps(self.hf_config.to_dict(), sort_keys=True).encode()
+            ).hexdigest(),
+            "weights": self._weight_bytes,
+            "machine": [cpu["device"], cpu["cores"], cpu["instruction sets"], torch.get_num_threads()],
+            "settings": {**chosen, "dtype": dtype_name(self.dtype), "level": int(config.compilation_level)},
+            "kernels": self._backends(),
+            "sources": calibration.sources_stamp(),
+        }
+
+    def _measure_steps(self) -> calibration.StepTimes:
+        def run(batch: ScheduledBatch) -> None:
+            handle = self.launch(batch)
+            self.sample(handle)
+            self.wait(handle)
+
+        def run_prefill(size: int) -> None:
+            run(next(warm_up_batches(size, self.block_size, len(self.groups))))
+
+        blocks = min(group.num_blocks for group in self.groups)
+        return calibration.measure_steps(
+            run_prefill,
+            lambda size: run(decode_batch(size, len(self.groups))),
+            max_tokens=min(self._chunk_tokens, self.max_model_len - 1, blocks * self.block_size - 1),
+            max_rows=min(self.config.max_num_seqs, blocks),
+            num_threads=torch.get_num_threads(),
+        )
 
     def _fused_decoder(self) -> FusedDecoder | None:
         """What runs decode steps in place of the modules; None where they run them, said in the log."""
@@ -303,9 +358,19 @@ class ModelRunner(Worker):
         return scheduler_limits(
             self.config,
             max_model_len=self.max_model_len,
-            max_num_batched_tokens=self._chunk_tokens,
+            max_num_batched_tokens=self._step_tokens(),
+            max_prefill_tokens=self._chunk_tokens,
+            max_busy_prefill_tokens=self._busy_chunk_tokens,
+            half_chunk_depth=self._half_chunk_depth,
+            max_num_seqs=self._max_num_seqs,
             max_consecutive_prefill_steps=(1 if is_cpu else 0) if bound is None else bound,
         )
+
+    def _step_tokens(self) -> int:
+        """Most tokens of any step: as configured, else of a prefill, or of a decode of every sequence."""
+        if self.config.max_num_batched_tokens is not None:
+            return self._chunk_tokens
+        return max(self._chunk_tokens, self._max_num_seqs)
 
     def uses_overlapped_loop(self) -> bool:
         loop = self.config.loop
@@ -397,7 +462,7 @@ class ModelRunner(Worker):
 
     def warm_up(self, report: ReportProgress) -> None:
         """Run the largest prefill step and a decode step, so that neither is slow or fails for a user."""
-        length = min(self._chunk_tokens, self.max_model_len - 1)
+        length = min(self._busy_chunk_tokens or self._chunk_tokens, self.max_model_len - 1)
         for number, batch in enumerate(warm_up_batches(length, self.block_size, len(self.groups)), 1):
             handle = self.launch(batch)
             self.sample(handle)
@@ -474,7 +539,10 @@ class ModelRunner(Worker):
             "num_threads": torch.get_num_threads(),
             "loop": "overlapped" if self.uses_overlapped_loop() else "plain",
             "max_model_len": self.max_model_len,
-            "max_num_batched_tokens": self._chunk_tokens,
+            "max_num_batched_tokens": self._step_tokens(),
+            "max_prefill_tokens": self._chunk_tokens,
+            "max_busy_prefill_tokens": self._busy_chunk_tokens or self._chunk_tokens,
+            "max_num_seqs": self._max_num_seqs,
             "vocab_size": self._vocab_size,
             "weight_bytes": self._weight_bytes,
             "kv_cache_bytes": self.cache_bytes,

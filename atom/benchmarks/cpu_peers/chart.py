@@ -1,5 +1,6 @@
 """The comparison as one SVG picture: a panel of bars for each figure, ATOM's in the accent colour."""
 
+from html import escape
 from typing import Any
 
 from atom.benchmarks.cpu_peers.report import PEER_FIGURE
@@ -44,7 +45,7 @@ def draw(facts: dict[str, Any], machine: str) -> str:
         panels.append(f'<svg y="{top}" width="{_WIDTH}" height="{height}">{chart}</svg>')
         top += height + _GAP
     head = '<text x="8" y="16" font-weight="600">gemma-3-270m on the CPU</text>'
-    head += f'<text x="8" y="32" style="fill: var(--muted)">{machine}</text>'
+    head += f'<text x="8" y="32" style="fill: var(--muted)">{escape(machine)}</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{top}" viewBox="0 0 {_WIDTH} {top}">'
         f"<style>{_COLOURS}{CSS}</style>{head}{''.join(panels)}</svg>\n"

@@ -30,8 +30,8 @@ DEFAULT_CHUNK_TOKENS = 256  # without a calibration
 MIN_NUM_SEQS = 64  # a slow machine still batches: its decode steps cost little more than one sequence's
 QUIET_SHARE = 0.7  # of the threads' time must have been ours for a measurement to be kept
 _PREFILL_SIZES = (64, 128, 256, 512)
-_PREFILL_SHARE = 0.7
 _DECODE_SIZES = (1, 16)
+_DECODE_SHARE = 0.45
 _DECODE_GROWTH = 0.35  # sixteen rows are expected to take 2.6 times as long as one: the weights are read once
 # Chunks come from few sizes, so that a machine's mood does not choose another one at each calibration.
 _CHUNK_SIZES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -103,7 +103,9 @@ def measure_steps(
     clock: Callable[[], float] = time.perf_counter,
     cpu_clock: Callable[[], float] = time.process_time,
 ) -> StepTimes:
-    """Run prefill steps of growing size, then decode steps, within about ``BUDGET_SECONDS``.
+    """Run decode steps of growing size, then prefill steps, within about ``BUDGET_SECONDS``.
+
+    Decode steps come first, at most three of them: no row has a position yet.
 
     A smaller one of either is run before, untimed. Sizes that would not end in time are left out, and those that
     are larger than the limits need.
@@ -128,10 +130,10 @@ def measure_steps(
             found.append((size, timed(run, size)))
         return tuple(found)
 
-    sizes = [n for n in _PREFILL_SIZES if n <= max_tokens] or [max_tokens]
-    prefill = grow(run_prefill, sizes, BUDGET_SECONDS * _PREFILL_SHARE, 1.0)
     rows = [n for n in _DECODE_SIZES if n <= max_rows]
-    decode = grow(run_decode, rows, BUDGET_SECONDS, _DECODE_GROWTH)
+    decode = grow(run_decode, rows, BUDGET_SECONDS * _DECODE_SHARE, _DECODE_GROWTH)
+    sizes = [n for n in _PREFILL_SIZES if n <= max_tokens] or [max_tokens]
+    prefill = grow(run_prefill, sizes, BUDGET_SECONDS, 1.0)
     used = (cpu_clock() - cpu_began) / (num_threads * max(clock() - began, 1e-9))
     return StepTimes(prefill, decode, used >= QUIET_SHARE)
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from atom.core import ScheduledBatch, Sequence
 from atom.sampling_params import SamplingParams
 
+_FIRST_BLOCK_END = 15  # the upper bound of a decode row's position that the host knows
+
 
 def warm_up_batches(num_tokens: int, block_size: int, num_groups: int) -> Iterator[ScheduledBatch]:
     """A prefill of ``num_tokens`` tokens in row 0, then a decode of that row.
@@ -20,13 +22,13 @@ def warm_up_batches(num_tokens: int, block_size: int, num_groups: int) -> Iterat
 
 
 def decode_batch(num_rows: int, num_groups: int) -> ScheduledBatch:
-    """A decode of rows 0 and on, each at position 0 with a block of its own."""
+    """A decode of rows 0 and on, each somewhere in a first block of its own: they have decoded and nothing else."""
     params = SamplingParams(temperature=0.0)
     seqs = [Sequence(row, [0], params, max_output_tokens=2) for row in range(num_rows)]
     for row, seq in enumerate(seqs):
         seq.row = row
     patches = [[(row, 0, row) for row in range(num_rows)] for _ in range(num_groups)]
-    return _batch(seqs, 0, 1, 0, seqs, patches)
+    return _batch(seqs, _FIRST_BLOCK_END, 1, 0, seqs, patches)
 
 
 def _batch(

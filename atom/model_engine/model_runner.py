@@ -1,7 +1,5 @@
 """ModelRunner: the worker that runs a real model on one device."""
 
-import hashlib
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +15,6 @@ from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, To
 from atom.errors import ConfigError
 from atom.kernels.reference import sampling as reference_sampling
 from atom.kernels.registry import selected_kernels
-from atom.model_engine.runner import calibration
 from atom.model_engine.runner.device_timer import make_device_timer
 from atom.model_engine.runner.forward_mode import capture_sizes, token_graph_sizes
 from atom.model_engine.runner.forward_pass import ForwardPass, ForwardResult
@@ -25,7 +22,8 @@ from atom.model_engine.runner.graph_recorder import GraphRecorder, RecordedBucke
 from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
 from atom.model_engine.runner.limits import scheduler_limits
 from atom.model_engine.runner.step_profiler import StepProfiler
-from atom.model_engine.runner.warm_up import decode_batch, warm_up_batches
+from atom.model_engine.runner.step_sizes import StepSizes, largest_chunk, measured_sizes
+from atom.model_engine.runner.warm_up import warm_up_batches
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
 from atom.model_loader.loader import load_dummy, load_weights
@@ -90,9 +88,6 @@ class ModelRunner(Worker):
         self.groups: list[CacheGroupSpec] = []
         self.req_graph = ReqGraph(device=self.device)  # decode steps by request bucket
         self.forward_vars: dict[str, torch.Tensor] = {}  # what a step's inputs lie in, at fixed addresses
-        self._busy_chunk_tokens = 0  # of a prefill step that streams wait for; 0: as any other
-        self._half_chunk_depth = 0
-        self._max_num_seqs = config.max_num_seqs
         self._forward: ForwardPass | None = None
         self._recorder: GraphRecorder | None = None
         self._remaining: Iterator[RecordedBucket] = iter(())  # still to be recorded, while serving
@@ -159,7 +154,9 @@ class ModelRunner(Worker):
     def _plan(self, specs: list[CacheGroupSpec]) -> None:
         config = self.config
         context = config.resolve_max_model_len(self.hf_config.get("max_position_embeddings"))
-        self._chunk_tokens = min(config.max_num_batched_tokens or self._largest_chunk(), 1 << 20)
+        default = largest_chunk(config) if self.platform.name == "cpu" else DEVICE_CHUNK_TOKENS
+        self._chunk_tokens = min(config.max_num_batched_tokens or default, 1 << 20)
+        self._sizes = StepSizes(self._chunk_tokens, config.max_num_seqs, step_tokens=self._chunk_tokens)
         limits = CacheLimits(
             block_size=self.block_size,
             max_model_len=context,
@@ -199,14 +196,6 @@ class ModelRunner(Worker):
             plan.num_tokens,
             ", ".join(f"{group.kind} {group.num_blocks} blocks" for group in plan.groups),
         )
-
-    def _largest_chunk(self) -> int:
-        """Tokens of the largest prefill step, which memory is planned for: a device's batch, or the CPU's bound."""
-        if self.platform.name != "cpu":
-            return DEVICE_CHUNK_TOKENS
-        if self.config.cpu_calibration:
-            return calibration.MAX_CHUNK_TOKENS
-        return max(calibration.DEFAULT_CHUNK_TOKENS, self.config.max_num_seqs)
 
     def _activation_bytes(self) -> int:
         """Upper estimate of the largest step's tensors: a few hidden rows and the MLP's a token, and logits."""
@@ -260,59 +249,21 @@ class ModelRunner(Worker):
             self._size_steps()
 
     def _size_steps(self) -> None:
-        """Tokens and sequences of a step, from measured step times; see ``calibration``."""
-        limits = calibration.StepLimits()
-        if self.config.cpu_calibration:
-            limits = calibration.calibrated(self._calibration_key(), self._measure_steps).limits()
-        self._busy_chunk_tokens = min(limits.chunk_tokens, self._chunk_tokens)
-        self._chunk_tokens = min(limits.idle_chunk_tokens, self._chunk_tokens)
-        is_open = self.config.max_num_seqs == type(self.config).max_num_seqs
-        if is_open and limits.num_seqs is not None:
-            self._max_num_seqs = min(self.config.max_num_seqs, limits.num_seqs)
-        window_of = [(len(group.layer_names), group.window) for group in self.groups]
-        model = self.hf_config
-        width = model.num_attention_heads * model.head_dim
-        projections = 2 * (width + model.num_key_value_heads * model.head_dim) + 3 * model.intermediate_size
-        num_block_weights = model.num_hidden_layers * model.hidden_size * projections
-        self._half_chunk_depth = calibration.half_chunk_depth(window_of, num_block_weights, width)
-        logger.info(
-            "steps: prefill of %d tokens, %d while nobody decodes, decode of %d sequences",
-            self._busy_chunk_tokens,
-            self._chunk_tokens,
-            self._max_num_seqs,
-        )
-
-    def _calibration_key(self) -> dict[str, Any]:
-        """What step times depend on: the model, the machine, and what computes."""
-        config, cpu = self.config, self.platform.describe()
-        chosen = {name: getattr(config, name, None) for name in calibration.KEY_FIELDS}
-        return {
-            "model": hashlib.sha256(
-                json.dumps(self.hf_config.to_dict(), sort_keys=True).encode()
-            ).hexdigest(),
-            "weights": self._weight_bytes,
-            "machine": [cpu["device"], cpu["cores"], cpu["instruction sets"], torch.get_num_threads()],
-            "settings": {**chosen, "dtype": dtype_name(self.dtype), "level": int(config.compilation_level)},
+        cpu, num_threads = self.platform.describe(), torch.get_num_threads()
+        facts = {
+            "weights": [dtype_name(self.dtype), self._weight_bytes],
+            "machine": [cpu["device"], cpu["cores"], cpu["instruction sets"], num_threads],
             "kernels": self._backends(),
-            "sources": calibration.sources_stamp(),
         }
-
-    def _measure_steps(self) -> calibration.StepTimes:
-        def run(batch: ScheduledBatch) -> None:
-            handle = self.launch(batch)
-            self.sample(handle)
-            self.wait(handle)
-
-        def run_prefill(size: int) -> None:
-            run(next(warm_up_batches(size, self.block_size, len(self.groups))))
-
-        blocks = min(group.num_blocks for group in self.groups)
-        return calibration.measure_steps(
-            run_prefill,
-            lambda size: run(decode_batch(size, len(self.groups))),
-            max_tokens=min(self._chunk_tokens, self.max_model_len - 1, blocks * self.block_size - 1),
-            max_rows=min(self.config.max_num_seqs, blocks),
-            num_threads=torch.get_num_threads(),
+        self._sizes = measured_sizes(
+            self.config,
+            self.hf_config,
+            self.groups,
+            facts,
+            self._run_step,
+            chunk_tokens=self._chunk_tokens,
+            max_model_len=self.max_model_len,
+            num_threads=num_threads,
         )
 
     def _fused_decoder(self) -> FusedDecoder | None:
@@ -334,6 +285,12 @@ class ModelRunner(Worker):
             logger.info("decode steps run module by module: %s", reason)
             return None
         return decoder
+
+    def _run_step(self, batch: ScheduledBatch) -> None:
+        """A step from launch to result, for steps that nobody asked for."""
+        handle = self.launch(batch)
+        self.sample(handle)
+        self.wait(handle)
 
     def _new_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Zeros, because a NaN in a slot that was never written would survive a masked product.
@@ -357,20 +314,10 @@ class ModelRunner(Worker):
         bound = self.config.max_consecutive_prefill_steps
         return scheduler_limits(
             self.config,
+            self._sizes,
             max_model_len=self.max_model_len,
-            max_num_batched_tokens=self._step_tokens(),
-            max_prefill_tokens=self._chunk_tokens,
-            max_busy_prefill_tokens=self._busy_chunk_tokens,
-            half_chunk_depth=self._half_chunk_depth,
-            max_num_seqs=self._max_num_seqs,
             max_consecutive_prefill_steps=(1 if is_cpu else 0) if bound is None else bound,
         )
-
-    def _step_tokens(self) -> int:
-        """Most tokens of any step: as configured, else of a prefill, or of a decode of every sequence."""
-        if self.config.max_num_batched_tokens is not None:
-            return self._chunk_tokens
-        return max(self._chunk_tokens, self._max_num_seqs)
 
     def uses_overlapped_loop(self) -> bool:
         loop = self.config.loop
@@ -462,11 +409,9 @@ class ModelRunner(Worker):
 
     def warm_up(self, report: ReportProgress) -> None:
         """Run the largest prefill step and a decode step, so that neither is slow or fails for a user."""
-        length = min(self._busy_chunk_tokens or self._chunk_tokens, self.max_model_len - 1)
+        length = min(self._sizes.busy_chunk_tokens or self._chunk_tokens, self.max_model_len - 1)
         for number, batch in enumerate(warm_up_batches(length, self.block_size, len(self.groups)), 1):
-            handle = self.launch(batch)
-            self.sample(handle)
-            self.wait(handle)
+            self._run_step(batch)
             report("warm up", number / 2)
         self.platform.synchronize()
 
@@ -539,10 +484,10 @@ class ModelRunner(Worker):
             "num_threads": torch.get_num_threads(),
             "loop": "overlapped" if self.uses_overlapped_loop() else "plain",
             "max_model_len": self.max_model_len,
-            "max_num_batched_tokens": self._step_tokens(),
-            "max_prefill_tokens": self._chunk_tokens,
-            "max_busy_prefill_tokens": self._busy_chunk_tokens or self._chunk_tokens,
-            "max_num_seqs": self._max_num_seqs,
+            "max_num_batched_tokens": self._sizes.max_num_batched_tokens,
+            "max_prefill_tokens": self._sizes.chunk_tokens,
+            "max_busy_prefill_tokens": self._sizes.busy_chunk_tokens or self._sizes.chunk_tokens,
+            "max_num_seqs": self._sizes.max_num_seqs,
             "vocab_size": self._vocab_size,
             "weight_bytes": self._weight_bytes,
             "kv_cache_bytes": self.cache_bytes,

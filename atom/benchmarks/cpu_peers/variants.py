@@ -59,20 +59,20 @@ def _openvino(name: str, weights: str, products: str, **settings: Any) -> Varian
 
 # In the order of a round; classes of weights are mixed, so that a slow minute hits no class alone.
 VARIANTS: tuple[Variant, ...] = (
-    _atom("bf16", "bf16"),
+    _atom("bf16", "bf16", cpu_weights="bf16"),
     _llama("Q4_K_M", FILE_WEIGHTS),
     _openvino("int8", "int8", "int8", format="int8"),
     _atom("int8", "int8", cpu_weights="int8"),
     Variant("vLLM bf16", "vllm", "bf16"),
     _llama("Q8_0", "q8_0"),
-    _atom("bf16, int8 head", "bf16, int8 head", lm_head_dtype="int8"),
+    _atom("bf16, int8 head", "bf16, int8 head", cpu_weights="bf16", lm_head_dtype="int8"),
     Variant("transformers bf16", "transformers", "bf16"),
     _llama("BF16", "bf16", "bf16"),
     _atom("int4", "int4, int8 head", "int8", cpu_weights="int4"),
     _openvino("int4", "int4, int8 head", "int8", format="int4"),
     _atom("GGUF kept", FILE_WEIGHTS, "int8", gguf_dtype="keep"),
     _openvino("fp16", "bf16", "bf16", format="fp16"),
-    _atom("int8-a8", "int8", "int8", cpu_weights="int8-a8"),
+    _atom("int8-a8", "int8", "int8", cpu_weights="int8_a8"),
     _llama("Q4_0", "q4_0"),
     _openvino("int8, SDPA", "int8", "int8", format="int8", backend="SDPA"),
 )

@@ -68,12 +68,13 @@ VARIANTS: tuple[Variant, ...] = (
     _atom("bf16, int8 head", "bf16, int8 head", cpu_weights="bf16", lm_head_dtype="int8"),
     Variant("transformers bf16", "transformers", "bf16"),
     _llama("BF16", "bf16", "bf16"),
-    _atom("int4", "int4, int8 head", "int8", cpu_weights="int4"),
+    _atom("int4", "int4", "int8", cpu_weights="int4"),
     _openvino("int4", "int4, int8 head", "int8", format="int4"),
     _atom("GGUF kept", FILE_WEIGHTS, "int8", gguf_dtype="keep"),
     _openvino("fp16", "bf16", "bf16", format="fp16"),
     _atom("int8-a8", "int8", "int8", cpu_weights="int8_a8"),
     _llama("Q4_0", "q4_0"),
+    _atom("int4, int8 head", "int4, int8 head", "int8", cpu_weights="int4", lm_head_dtype="int8"),
     _openvino("int8, SDPA", "int8", "int8", format="int8", backend="SDPA"),
 )
 BY_NAME = {variant.name: variant for variant in VARIANTS}

@@ -138,8 +138,9 @@ def test_a_peer_that_cannot_be_installed_is_left_out_with_its_reason(tmp_path, m
 def test_a_setting_that_this_atom_lacks_is_left_out(tmp_path):
     from dataclasses import replace
 
+    known = replace(BY_NAME["ATOM bf16"], settings={"lm_head_dtype": "int8"})
     unknown = replace(BY_NAME["ATOM int8"], settings={"no_such_field": 1})
-    found, reasons = available(Workspace(tmp_path), [BY_NAME["ATOM bf16"], unknown], install=False)
+    found, reasons = available(Workspace(tmp_path), [known, unknown], install=False)
     assert [variant.name for variant in found] == ["ATOM bf16"]
     assert "no_such_field" in reasons["ATOM int8"]
 

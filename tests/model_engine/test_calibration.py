@@ -118,15 +118,24 @@ def test_times_are_measured_once_for_a_key(cache):
     assert len(list(cache.iterdir())) == 2
 
 
-def test_times_of_a_busy_machine_are_used_and_not_kept(cache):
-    busy = StepTimes(TIMES.prefill, TIMES.decode, is_quiet=False)
+def test_times_of_a_busy_machine_are_measured_once_more(cache):
+    busy = StepTimes(((64, 0.2),), ((1, 0.01), (16, 0.03)), is_quiet=False)
     assert calibrated({"model": "a"}, lambda: busy) == busy
-    assert not list(cache.iterdir())
+    slower_rows = StepTimes(TIMES.prefill, ((1, 0.1),), is_quiet=False)
+    best = StepTimes(TIMES.prefill, busy.decode)
+    assert calibrated({"model": "a"}, lambda: slower_rows) == best
+    assert calibrated({"model": "a"}, not_again) == best
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"key": 1}', '{"key": KEY, "prefill": [], "decode": []}', '{"key": KEY, "prefill": [[1]]}'],
+    [
+        "",
+        "[]",
+        '{"key": 1}',
+        '{"key": KEY, "prefill": [], "decode": [], "is_quiet": true}',
+        '{"key": KEY, "prefill": [[1]]}',
+    ],
 )
 def test_a_damaged_file_costs_a_measurement(cache, text):
     calibrated({"model": "a"}, lambda: TIMES)

@@ -28,7 +28,7 @@ BUDGET_SECONDS = 0.4  # of the whole calibration; the step that is under way whe
 MAX_CHUNK_TOKENS = 2048  # what memory is planned for
 DEFAULT_CHUNK_TOKENS = 256  # without a calibration
 MIN_NUM_SEQS = 64  # a slow machine still batches: its decode steps cost little more than one sequence's
-QUIET_SHARE = 0.7  # of the threads' time must have been ours for a measurement to be kept
+QUIET_SHARE = 0.7  # of the threads' time must have been ours for a measurement to be the last
 _PREFILL_SIZES = (64, 128, 256, 512)
 _DECODE_SIZES = (1, 16)
 _DECODE_SHARE = 0.45
@@ -53,7 +53,7 @@ _KERNELS = Path(atom.kernels.__file__).parent / "cpu"
 class StepTimes:
     """Measured steps, smallest first: (tokens of a prefill from position 0, seconds), (decoding rows, seconds).
 
-    ``is_quiet``: nobody else used the cores meanwhile, so that it may be kept.
+    ``is_quiet``: nobody else used the cores meanwhile, so that it need not be repeated.
     """
 
     prefill: tuple[tuple[int, float], ...]
@@ -139,8 +139,9 @@ def measure_steps(
 
 
 def calibrated(key: Mapping[str, Any], measure: Callable[[], StepTimes]) -> StepTimes:
-    """The times kept for ``key`` (JSON values), or those of ``measure``, which are then kept if they were quiet.
+    """The times kept for ``key`` (JSON values), or those of ``measure``, which are then kept.
 
+    Where others used the processor meanwhile, the next start measures once more, and the faster of both stays.
     A cache folder that cannot be used, and a file that cannot be read, cost a measurement and nothing else.
     """
     key = {"format": _FORMAT, **key}
@@ -149,15 +150,21 @@ def calibrated(key: Mapping[str, Any], measure: Callable[[], StepTimes]) -> Step
     except ConfigError as error:
         logger.warning("step times are not kept: %s", error)
         return measure()
-    times = _read(file, key)
-    if times is not None:
-        return times
+    kept = _read(file, key)
+    if kept is not None and kept.is_quiet:
+        return kept
     times = measure()
-    if times.is_quiet:
-        _write(file, key, times)
-    else:
-        logger.info("step times are not kept: others used the processor meanwhile")
+    if kept is not None:
+        times = StepTimes(_faster(kept.prefill, times.prefill), _faster(kept.decode, times.decode))
+    _write(file, key, times)
     return times
+
+
+def _faster(
+    left: tuple[tuple[int, float], ...], right: tuple[tuple[int, float], ...]
+) -> tuple[tuple[int, float], ...]:
+    """The one that reached the larger size, or was faster there."""
+    return max(left, right, key=lambda times: (times[-1][0], -times[-1][1]))
 
 
 def _file(key: Mapping[str, Any]) -> Path:
@@ -170,7 +177,7 @@ def _read(file: Path, key: Mapping[str, Any]) -> StepTimes | None:
         found = json.loads(file.read_text())
         if found["key"] != key:
             return None
-        return StepTimes(*(_pairs(found[name]) for name in ("prefill", "decode")))
+        return StepTimes(_pairs(found["prefill"]), _pairs(found["decode"]), bool(found["is_quiet"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -185,7 +192,8 @@ def _pairs(found: list[list[float]]) -> tuple[tuple[int, float], ...]:
 def _write(file: Path, key: Mapping[str, Any], times: StepTimes) -> None:
     fresh = file.with_name(f".{file.name}-{os.getpid()}")
     try:
-        fresh.write_text(json.dumps({"key": key, "prefill": times.prefill, "decode": times.decode}))
+        facts = {"prefill": times.prefill, "decode": times.decode, "is_quiet": times.is_quiet}
+        fresh.write_text(json.dumps({"key": key, **facts}))
         fresh.replace(file)
     except OSError as error:
         logger.warning("step times cannot be written to %s: %s", file, error.strerror or error)

@@ -46,6 +46,7 @@ __all__ = ["ModelRunner", "support_model_arch_dict"]
 logger = init_logger(__name__)
 
 DEVICE_CHUNK_TOKENS = 16384
+CPU_WARM_UP_TOKENS = 64
 GRAPH_BYTES = 8 << 20  # of a graph's own; 4 to 9 MiB were measured for 28 layers
 
 
@@ -408,8 +409,13 @@ class ModelRunner(Worker):
         return output
 
     def warm_up(self, report: ReportProgress) -> None:
-        """Run the largest prefill step and a decode step, so that neither is slow or fails for a user."""
-        length = min(self._sizes.busy_chunk_tokens or self._chunk_tokens, self.max_model_len - 1)
+        """Run the largest prefill step and a decode step, so that neither is slow or fails for a user.
+
+        A short prefill on the CPU: what a large one needs is taken from the system as it is touched, and a
+        start is too short for a second of proof.
+        """
+        largest = CPU_WARM_UP_TOKENS if self.platform.name == "cpu" else self._chunk_tokens
+        length = min(largest, self._chunk_tokens, self.max_model_len - 1)
         for number, batch in enumerate(warm_up_batches(length, self.block_size, len(self.groups)), 1):
             self._run_step(batch)
             report("warm up", number / 2)

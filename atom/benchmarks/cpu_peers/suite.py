@@ -66,6 +66,8 @@ def weight_sizes(num_threads: int) -> WeightSizes:
 
 def run(args: argparse.Namespace, work: Workspace, records: list[PeerRecord]) -> dict[str, str]:
     """Run the rounds, appending to ``records`` and their file. Why variants were left out, by name."""
+    if not args.rounds:
+        return {}
     variants, reasons = available(work, select(args.only), install=not args.no_install)
     plan = Plan(args.num_threads, tuple(args.workloads), args.attempts, args.idle_timeout)
     runner = RoundRunner(work, plan, decode_text)

@@ -62,7 +62,7 @@ VARIANTS: tuple[Variant, ...] = (
     _atom("bf16", "bf16", cpu_weights="bf16"),
     _llama("Q4_K_M", FILE_WEIGHTS),
     _openvino("int8", "int8", "int8", format="int8"),
-    _atom("int8", "int8", cpu_weights="int8"),
+    _atom("int8", "int8", "int8", cpu_weights="int8"),
     Variant("vLLM bf16", "vllm", "bf16"),
     _llama("Q8_0", "q8_0"),
     _atom("bf16, int8 head", "bf16, int8 head", cpu_weights="bf16", lm_head_dtype="int8"),

@@ -68,7 +68,8 @@ class StepTimes:
         rows = None
         if len(self.decode) > 1:
             rows = max(MIN_NUM_SEQS, int(_within(self.decode, CHUNK_SECONDS)))
-        return StepLimits(largest(CHUNK_SECONDS), largest(IDLE_CHUNK_SECONDS), rows)
+        idle = max(DEFAULT_CHUNK_TOKENS, largest(IDLE_CHUNK_SECONDS))
+        return StepLimits(largest(CHUNK_SECONDS), idle, rows)
 
 
 @dataclass(frozen=True)

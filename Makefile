@@ -42,8 +42,8 @@ format: $(STAMP)  ## Rewrite the code in the house format
 bench-host: $(STAMP)  ## Time the host's share of a decode step, and of streaming, with a fake model
 	@$(BIN)/python -m atom.benchmarks.host_overhead
 
-bench-cpu: $(STAMP)  ## Time the demo model beside transformers on this CPU
-	@$(BIN)/python -m atom.benchmarks.cpu_suite
+bench-cpu: $(STAMP)  ## Time the demo model beside transformers on this CPU (ARGS=--peers: other engines too)
+	@$(BIN)/python -m atom.benchmarks.cpu_suite $(ARGS)
 
 gpu-test:  ## Run the GPU tests with the machine's own interpreter: make gpu-test PYTHON=python3
 	@$(PYTHON) -m pytest tests/gpu tests/kernels/test_triton_attention.py tests/kernels/test_triton_fused.py tests/kernels/test_triton_decode.py

@@ -112,6 +112,9 @@ class Config:
     max_num_batched_tokens: int | None = opt(
         None, "Most tokens in a step; None: 16384, and on the CPU about 200 ms of work.", lo=1
     )
+    cpu_calibration: bool = opt(
+        True, "Size the CPU's steps by a short measurement at a model's first start; False: 256 tokens."
+    )
     enable_chunked_prefill: bool = opt(True, "Cut long prompts over several steps.")
     long_prefill_token_threshold: int = opt(0, "Most prompt tokens of one request in a step; 0: any.", lo=0)
     attn_prefill_chunk_size: int = opt(16384, "Cached-prefix tokens that MLA expands at a time.", lo=1)

@@ -34,24 +34,30 @@ def parse_result(output: str, type_: type[T]) -> T | None:
         raise ChildError(f"not a {type_.__name__} ({error}): {lines[-1]}") from error
 
 
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """Variables that keep an engine to ``num_threads`` compute threads, and to this machine."""
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
 def run_child(
-    module: str, args: list[str], type_: type[T], num_threads: int, environment: dict[str, str] | None = None
+    module: str,
+    args: list[str],
+    type_: type[T],
+    num_threads: int,
+    environment: dict[str, str] | None = None,
+    interpreter: str = sys.executable,
 ) -> T:
     """Run ``python -m module`` with ``num_threads`` compute threads and wait for its result.
 
-    ``environment``: variables beside those that the child inherits.
+    ``environment``: variables beside those that the child inherits. ``interpreter``: of another environment.
     """
-    env = (
-        os.environ
-        | (environment or {})
-        | {
-            "OMP_NUM_THREADS": str(num_threads),
-            "MKL_NUM_THREADS": str(num_threads),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-    )
-    command = [sys.executable, "-m", module, *args]
+    env = os.environ | (environment or {}) | thread_environment(num_threads)
+    command = [interpreter, "-m", module, *args]
     try:
         child = subprocess.run(
             command,

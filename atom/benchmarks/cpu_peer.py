@@ -1,28 +1,32 @@
 """One contender of the CPU benchmark, alone in a fresh process.
 
     python -m atom.benchmarks.cpu_peer transformers --model FOLDER --dtype bfloat16 ...
-    python -m atom.benchmarks.cpu_peer atom --lm-head-dtype int8 ...
+    python -m atom.benchmarks.cpu_peer atom --engine-args '{"lm_head_dtype": "int8"}' ...
 
 Loads the model, generates greedily from random token ids, and prints one JSON line (``RESULT {...}``) with a
 :class:`Measurement`. What each figure means is written at :func:`measure`. Nothing heavy is imported before
-the contender is known: the start of the process is one of the figures.
+the contender is known: the start of the process is one of the figures. Other engines' environments run this
+file too, so it needs msgspec and the standard library alone.
 """
 
 import argparse
+import json
 import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from atom.benchmarks.child import print_result
+from atom.benchmarks.cpu_peers.generators import OpenVinoGenerator, VllmGenerator
 
 NUM_INPUT, NUM_OUTPUT = 128, 128  # tokens of the decode and the concurrent figures
 NUM_CONCURRENT = 16
+WORKLOADS = ("decode", "prefill", "concurrent")
 PREFILL_LENGTHS = (512, 2048)
 SANITY_PROMPT = "The capital of France is"
 SANITY_IDS = [2, 818, 5279, 529, 7001, 563]  # the same, as token ids: six with BOS
@@ -41,6 +45,8 @@ class Measurement(msgspec.Struct):
     prefill_512_tok_s: float | None = None
     prefill_2048_tok_s: float | None = None
     concurrent_tok_s: float | None = None
+    http_tok_s: float | None = None
+    serving_rss_bytes: int | None = None
 
 
 class Generator(Protocol):
@@ -97,9 +103,9 @@ class AtomGenerator:
             args.model,
             device="cpu",
             dtype=args.dtype,
-            lm_head_dtype=args.lm_head_dtype,
             num_threads=args.num_threads,
             enable_prefix_caching=False,
+            **json.loads(args.engine_args),
         )
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
@@ -113,6 +119,8 @@ class AtomGenerator:
 ENGINES: dict[str, Callable[[argparse.Namespace], Generator]] = {
     "transformers": TransformersGenerator,
     "atom": AtomGenerator,
+    "openvino": OpenVinoGenerator,
+    "vllm": VllmGenerator,
 }
 
 
@@ -128,8 +136,8 @@ class PromptMaker:
         return [2] + [source.randrange(*_ORDINARY_IDS) for _ in range(num_tokens - 1)]
 
 
-def measure(generator: Generator, launched_at: float, start_only: bool = False) -> Measurement:
-    """Run every figure once, each after a warm-up of its shape.
+def measure(generator: Generator, launched_at: float, workloads: Collection[str] = WORKLOADS) -> Measurement:
+    """Run every figure of ``workloads`` once, each after a warm-up of its shape.
 
     start_to_first_token_s
         from ``launched_at`` (``time.monotonic()`` just before the process was started) until the first token
@@ -144,22 +152,23 @@ def measure(generator: Generator, launched_at: float, start_only: bool = False) 
         highest resident size until then, summed over this process and its children. Pages that two
         processes share count twice.
 
-    ``start_only`` measures the start and the memory alone.
+    Without any of ``WORKLOADS`` it measures the start and the memory alone.
     """
     make = PromptMaker().make
     timed_generate(generator, [SANITY_IDS], 1)
     start = time.monotonic() - launched_at
     sanity = generator.generate([SANITY_IDS], NUM_SANITY_OUTPUT)[0]
     result = Measurement(start, 0, sanity)
-    if not start_only:
+    if "decode" in workloads:
         timed_generate(generator, [make(NUM_INPUT)], 4)
         one = timed_generate(generator, [make(NUM_INPUT)], 1)
         full = timed_generate(generator, [make(NUM_INPUT)], NUM_OUTPUT)
         result.ttft_128_ms = one * 1e3
         result.decode_tok_s = (NUM_OUTPUT - 1) / (full - one)
-        for length in PREFILL_LENGTHS:
-            timed_generate(generator, [make(length)], 1)
-            setattr(result, f"prefill_{length}_tok_s", length / timed_generate(generator, [make(length)], 1))
+    for length in PREFILL_LENGTHS if "prefill" in workloads else ():
+        timed_generate(generator, [make(length)], 1)
+        setattr(result, f"prefill_{length}_tok_s", length / timed_generate(generator, [make(length)], 1))
+    if "concurrent" in workloads:
         timed_generate(generator, [make(NUM_INPUT) for _ in range(NUM_CONCURRENT)], 4)
         times = [
             timed_generate(generator, [make(NUM_INPUT) for _ in range(NUM_CONCURRENT)], NUM_OUTPUT)
@@ -181,11 +190,12 @@ def timed_generate(generator: Generator, prompts: list[list[int]], num_tokens: i
     return elapsed
 
 
-def peak_rss_of_tree() -> int:
-    """Bytes: the high-water mark of the resident size (``VmHWM``) of this process plus those of its children
-    and theirs. The marks need not fall together, so this is an upper bound of the peak of the sum."""
+def peak_rss_of_tree(root: int | None = None) -> int:
+    """Bytes: the high-water mark of the resident size (``VmHWM``) of process ``root``, by default this one,
+    plus those of its children and theirs. The marks need not fall together, so this is an upper bound of
+    the peak of the sum."""
     status = {entry.name: _read_status(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-    tree = {str(os.getpid())}
+    tree = {str(root or os.getpid())}
     grown = True
     while grown:
         added = {pid for pid, fields in status.items() if fields.get("PPid") in tree} - tree
@@ -208,13 +218,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("engine", choices=sorted(ENGINES))
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--lm-head-dtype", default="auto")
+    parser.add_argument("--engine-args", default="{}", help="JSON: further settings of the engine")
     parser.add_argument("--num-threads", type=int, required=True)
     parser.add_argument("--launched-at", type=float, default=time.monotonic(), help="time.monotonic()")
-    parser.add_argument("--start-only", action="store_true")
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=WORKLOADS)
     args = parser.parse_args(argv)
     generator = ENGINES[args.engine](args)
-    measurement = measure(generator, args.launched_at, args.start_only)
+    measurement = measure(generator, args.launched_at, args.workloads)
     generator.close()
     print_result(measurement)
     return 0

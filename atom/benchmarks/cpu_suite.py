@@ -1,6 +1,7 @@
 """The demo model beside transformers on this CPU.
 
     python -m atom.benchmarks.cpu_suite [--json] [--rounds N] [--quick] [--dtype float32]
+    python -m atom.benchmarks.cpu_suite --peers ...      beside other engines too: cpu_peers.suite
 
 Same weights, same dtype, same threads. Each round runs every contender once, in a process of its own, after
 waiting for an idle machine; ratios are formed inside a round. What the figures mean is written at
@@ -18,7 +19,7 @@ import msgspec
 from tqdm import tqdm
 
 from atom.benchmarks.child import ChildError, run_child
-from atom.benchmarks.cpu_peer import SANITY_PROMPT, Measurement
+from atom.benchmarks.cpu_peer import SANITY_PROMPT, WORKLOADS, Measurement
 from atom.benchmarks.cpu_report import (
     ATOM,
     ATOM_INT8,
@@ -91,8 +92,10 @@ def measure_contender(
 ) -> Measurement:
     """One run of ``contender`` in a fresh process. Raises ChildError."""
     args = [contender.engine, "--model", model.folder if contender.engine == "transformers" else "demo"]
-    args += ["--dtype", contender.dtype, "--lm-head-dtype", contender.lm_head_dtype]
-    args += ["--num-threads", str(num_threads), *(["--start-only"] if start_only else [])]
+    args += ["--dtype", contender.dtype, "--num-threads", str(num_threads)]
+    if contender.lm_head_dtype != "auto":
+        args += ["--engine-args", json.dumps({"lm_head_dtype": contender.lm_head_dtype})]
+    args += ["--workloads", *(() if start_only else WORKLOADS)]
     args += ["--launched-at", repr(time.monotonic())]
     return run_child("atom.benchmarks.cpu_peer", args, Measurement, num_threads)
 
@@ -120,9 +123,9 @@ def own_ticks() -> int:
     return round((times.children_user + times.children_system) * _TICKS_PER_S)
 
 
-def wait_until_idle(interval_s: float = 0.5) -> None:
-    """Wait until others use less than IDLE_SHARE of the machine, IDLE_TIMEOUT_S at most."""
-    deadline = time.monotonic() + IDLE_TIMEOUT_S
+def wait_until_idle(interval_s: float = 0.5, timeout_s: float = IDLE_TIMEOUT_S) -> None:
+    """Wait until others use less than IDLE_SHARE of the machine, ``timeout_s`` at most."""
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         idle, total = cpu_ticks()
         time.sleep(interval_s)
@@ -138,7 +141,13 @@ def decode_text(ids: list[int]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if "--peers" in argv:
+        from atom.benchmarks.cpu_peers.suite import main as compare_with_peers
+
+        return compare_with_peers([word for word in argv if word != "--peers"])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", action="store_true", help="other engines too; --peers --help has more")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS, help="runs of every contender")
     parser.add_argument(

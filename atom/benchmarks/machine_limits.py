@@ -27,10 +27,14 @@ class MachineLimits(msgspec.Struct):
     read_bandwidth: float
     matmul_bf16: float
     matmul_fp32: float
+    matmul_int8: float | None = None  # integer operations per second; None: not asked for
 
 
 def measure_limits(
-    num_threads: int, read_bytes: int = READ_BYTES, matmul_size: int = MATMUL_SIZE
+    num_threads: int,
+    read_bytes: int = READ_BYTES,
+    matmul_size: int = MATMUL_SIZE,
+    has_int8: bool = False,
 ) -> MachineLimits:
     """Read ``read_bytes`` of fp32, and multiply square matrices, with ``num_threads`` threads.
 
@@ -47,7 +51,11 @@ def measure_limits(
         left = torch.ones(matmul_size, matmul_size, dtype=dtype)
         right = torch.ones(matmul_size, matmul_size, dtype=dtype)
         flops[dtype] = 2 * matmul_size**3 / best_time(lambda a=left, b=right: a @ b)
-    return MachineLimits(read_bytes / read_s, flops[torch.bfloat16], flops[torch.float32])
+    limits = MachineLimits(read_bytes / read_s, flops[torch.bfloat16], flops[torch.float32])
+    if has_int8:
+        ones = torch.ones(matmul_size, matmul_size, dtype=torch.int8)
+        limits.matmul_int8 = 2 * matmul_size**3 / best_time(lambda: torch._int_mm(ones, ones.t()))
+    return limits
 
 
 def best_time(run: Callable[[], object], min_seconds: float = _MIN_SECONDS, min_runs: int = 5) -> float:
@@ -64,11 +72,12 @@ def best_time(run: Callable[[], object], min_seconds: float = _MIN_SECONDS, min_
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-threads", type=int)
+    parser.add_argument("--int8", action="store_true", help="int8 products too")
     args = parser.parse_args(argv)
     from atom.platforms import get_platform
 
-    limits = measure_limits(args.num_threads or get_platform("cpu").default_num_threads)
-    print_result(limits)
+    num_threads = args.num_threads or get_platform("cpu").default_num_threads
+    print_result(measure_limits(num_threads, has_int8=args.int8))
     return 0
 
 

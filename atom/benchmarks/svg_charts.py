@@ -1,4 +1,4 @@
-"""Small charts as SVG text: histogram and line over time. Colours come from the page's CSS variables."""
+"""Small charts as SVG text: histogram, line over time, and bars. Colours come from the page's CSS variables."""
 
 import math
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ svg.chart text { fill: var(--ink); } svg.chart .muted { fill: var(--muted); }
 svg.chart .grid { stroke: var(--grid); } svg.chart .bar { fill: var(--main); }
 svg.chart .line { fill: none; stroke: var(--main); stroke-width: 1.5; }
 svg.chart .area { fill: var(--main); opacity: 0.15; }
+svg.chart .marked { fill: var(--accent); } svg.chart .range { stroke: var(--ink); stroke-width: 1; }
 svg.chart .mark { stroke: var(--accent); stroke-dasharray: 4 3; } svg.chart .mark-text { fill: var(--accent); }
 """
 
@@ -105,6 +106,45 @@ def line(title: str, x: Sequence[float], y: Sequence[float], x_title: str, y_tit
     return _chart(title, f"mean {float(np.mean(y)):.4g}, peak {float(max(y)):.4g}", parts)
 
 
+@dataclass(frozen=True)
+class Bar:
+    """A named value with the range that it was seen in; a marked one is drawn in the accent colour."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    is_marked: bool = False
+
+
+_BAR_LEFT, _BAR_RIGHT, _BAR_STEP = 180, 60, 18
+
+
+def bars_height(count: int) -> int:
+    """Height of a chart of ``count`` bars, in units of its 640 wide drawing area."""
+    return _TOP + count * _BAR_STEP + 8
+
+
+def bars(title: str, found: Sequence[Bar], digits: int = 0) -> str:
+    """Horizontal bars from zero, in the order given, each with its value and a line over its range."""
+    if not found:
+        return _empty(title)
+    scale = (_WIDTH - _BAR_LEFT - _BAR_RIGHT) / (max(bar.high for bar in found) or 1.0)
+    parts = []
+    for number, bar in enumerate(found):
+        y = _TOP + number * _BAR_STEP
+        middle, end = y + _BAR_STEP / 2 - 2, _BAR_LEFT + bar.high * scale
+        kind = "marked" if bar.is_marked else "bar"
+        parts.append(
+            f'<text x="{_BAR_LEFT - 6}" y="{y + 11}" text-anchor="end">{escape(bar.name)}</text>'
+            f'<rect class="{kind}" x="{_BAR_LEFT}" y="{y}" width="{bar.value * scale:.1f}" height="14"/>'
+            f'<line class="range" x1="{_BAR_LEFT + bar.low * scale:.1f}" x2="{end:.1f}" '
+            f'y1="{middle}" y2="{middle}"/>'
+            f'<text x="{end + 5:.1f}" y="{y + 11}">{bar.value:.{digits}f}</text>'
+        )
+    return _chart(title, "", parts, bars_height(len(found)))
+
+
 def _frame(axes: _Axes, x_title: str, y_title: str) -> list[str]:
     parts = []
     for value in nice_ticks(0.0, axes.y_high):
@@ -123,11 +163,11 @@ def _frame(axes: _Axes, x_title: str, y_title: str) -> list[str]:
     return parts
 
 
-def _chart(title: str, note: str, parts: list[str]) -> str:
+def _chart(title: str, note: str, parts: list[str], height: int = _HEIGHT) -> str:
     head = f'<text x="{_LEFT}" y="18" font-weight="600">{escape(title)}</text>'
     head += f'<text class="muted" x="{_WIDTH - _RIGHT}" y="18" text-anchor="end">{escape(note)}</text>'
     return (
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'<svg class="chart" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title)}">'
         f"{head}{''.join(parts)}</svg>"
     )
 

@@ -23,6 +23,7 @@ from atom.model_engine.runner.graph_recorder import GraphRecorder, RecordedBucke
 from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
 from atom.model_engine.runner.limits import scheduler_limits
 from atom.model_engine.runner.step_profiler import StepProfiler
+from atom.model_engine.runner.step_sizes import StepSizes, largest_chunk, measured_sizes
 from atom.model_engine.runner.warm_up import warm_up_batches
 from atom.model_engine.runner.weight_format import check_cpu_weights, keeps_gguf_blocks
 from atom.model_engine.runner.worker import ReportProgress, Worker
@@ -48,9 +49,7 @@ __all__ = ["ModelRunner", "support_model_arch_dict"]
 logger = init_logger(__name__)
 
 DEVICE_CHUNK_TOKENS = 16384
-CPU_CHUNK_SECONDS = 0.2  # a prefill step of this length keeps streams flowing
-CPU_FLOPS_PER_THREAD = {torch.float32: 120e9, torch.bfloat16: 200e9, torch.float16: 120e9}
-MIN_CHUNK_TOKENS = 256
+CPU_WARM_UP_TOKENS = 64
 GRAPH_BYTES = 8 << 20  # of a graph's own; 4 to 9 MiB were measured for 28 layers
 
 
@@ -168,7 +167,9 @@ class ModelRunner(Worker):
     def _plan(self, specs: list[CacheGroupSpec]) -> None:
         config = self.config
         context = config.resolve_max_model_len(self.hf_config.get("max_position_embeddings"))
-        self._chunk_tokens = min(config.max_num_batched_tokens or self._default_chunk(context), 1 << 20)
+        default = largest_chunk(config) if self.platform.name == "cpu" else DEVICE_CHUNK_TOKENS
+        self._chunk_tokens = min(config.max_num_batched_tokens or default, 1 << 20)
+        self._sizes = StepSizes(self._chunk_tokens, config.max_num_seqs, step_tokens=self._chunk_tokens)
         limits = CacheLimits(
             block_size=self.block_size,
             max_model_len=context,
@@ -208,20 +209,6 @@ class ModelRunner(Worker):
             plan.num_tokens,
             ", ".join(f"{group.kind} {group.num_blocks} blocks" for group in plan.groups),
         )
-
-    def _default_chunk(self, context: int) -> int:
-        """Tokens of a prefill step: a device's batch, or what takes about ``CPU_CHUNK_SECONDS`` on the CPU.
-
-        Each is taken to attend to ``context`` others, as those of a long prompt's last chunk do.
-        """
-        if self.platform.name != "cpu":
-            return DEVICE_CHUNK_TOKENS
-        config = self.hf_config
-        attended = context * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-        flops_per_token = 2 * self._weight_bytes / self.dtype.itemsize + 4 * attended
-        speed = CPU_FLOPS_PER_THREAD.get(self.dtype, 100e9) * torch.get_num_threads()
-        tokens = int(CPU_CHUNK_SECONDS * speed / max(1, flops_per_token))
-        return max(MIN_CHUNK_TOKENS, tokens - tokens % MIN_CHUNK_TOKENS, self.config.max_num_seqs)
 
     def _activation_bytes(self) -> int:
         """Upper estimate of the largest step's tensors: a few hidden rows and the MLP's a token, and logits."""
@@ -271,6 +258,26 @@ class ModelRunner(Worker):
         logger.debug("step buffers on the device: %s (%s)", format_bytes(size), ", ".join(self.forward_vars))
         self.model.fused = self._fused_decoder()
         self.set_vocab_size(self.hf_config.vocab_size)
+        if self.platform.name == "cpu" and self.config.max_num_batched_tokens is None:
+            self._size_steps()
+
+    def _size_steps(self) -> None:
+        cpu, num_threads = self.platform.describe(), torch.get_num_threads()
+        facts = {
+            "weights": [dtype_name(self.dtype), self._weight_bytes],
+            "machine": [cpu["device"], cpu["cores"], cpu["instruction sets"], num_threads],
+            "kernels": self._backends(),
+        }
+        self._sizes = measured_sizes(
+            self.config,
+            self.hf_config,
+            self.groups,
+            facts,
+            self._run_step,
+            chunk_tokens=self._chunk_tokens,
+            max_model_len=self.max_model_len,
+            num_threads=num_threads,
+        )
 
     def _fused_decoder(self) -> FusedDecoder | None:
         """What runs steps in place of the modules; None where they run them, said in the log."""
@@ -301,6 +308,12 @@ class ModelRunner(Worker):
             return None, "--mark-trace labels modules"
         return fuse_on_cpu(decoder)
 
+    def _run_step(self, batch: ScheduledBatch) -> None:
+        """A step from launch to result, for steps that nobody asked for."""
+        handle = self.launch(batch)
+        self.sample(handle)
+        self.wait(handle)
+
     def _new_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Zeros, because a NaN in a slot that was never written would survive a masked product.
 
@@ -321,8 +334,8 @@ class ModelRunner(Worker):
         bound = self.config.max_consecutive_prefill_steps
         return scheduler_limits(
             self.config,
+            self._sizes,
             max_model_len=self.max_model_len,
-            max_num_batched_tokens=self._chunk_tokens,
             max_consecutive_prefill_steps=(1 if is_cpu else 0) if bound is None else bound,
         )
 
@@ -425,12 +438,15 @@ class ModelRunner(Worker):
         return output
 
     def warm_up(self, report: ReportProgress) -> None:
-        """Run the largest prefill step and a decode step, so that neither is slow or fails for a user."""
-        length = min(self._chunk_tokens, self.max_model_len - 1)
+        """Run the largest prefill step and a decode step, so that neither is slow or fails for a user.
+
+        A short prefill on the CPU: what a large one needs is taken from the system as it is touched, and a
+        start is too short for a second of proof.
+        """
+        largest = CPU_WARM_UP_TOKENS if self.platform.name == "cpu" else self._chunk_tokens
+        length = min(largest, self._chunk_tokens, self.max_model_len - 1)
         for number, batch in enumerate(warm_up_batches(length, self.block_size, len(self.groups)), 1):
-            handle = self.launch(batch)
-            self.sample(handle)
-            self.wait(handle)
+            self._run_step(batch)
             report("warm up", number / 2)
         self.platform.synchronize()
 
@@ -503,7 +519,10 @@ class ModelRunner(Worker):
             "num_threads": torch.get_num_threads(),
             "loop": "overlapped" if self.uses_overlapped_loop() else "plain",
             "max_model_len": self.max_model_len,
-            "max_num_batched_tokens": self._chunk_tokens,
+            "max_num_batched_tokens": self._sizes.max_num_batched_tokens,
+            "max_prefill_tokens": self._sizes.chunk_tokens,
+            "max_busy_prefill_tokens": self._sizes.busy_chunk_tokens or self._sizes.chunk_tokens,
+            "max_num_seqs": self._sizes.max_num_seqs,
             "vocab_size": self._vocab_size,
             "weight_bytes": self._weight_bytes,
             "kv_cache_bytes": self.cache_bytes,

@@ -18,7 +18,7 @@ from atom.core import NO_ROW, BatchOutput, CacheGroupSpec, ScheduledBatch, Seque
 from atom.kv_transfer.connector import KVConnector, NullConnector
 from atom.model_engine.scheduling.block_manager import BlockManager
 from atom.model_engine.scheduling.cache_group import CacheGroup, Patch, build_groups
-from atom.model_engine.scheduling.chunking import chunk_size
+from atom.model_engine.scheduling.chunking import MIN_CHUNK_ALIGNMENT, chunk_size
 from atom.model_engine.scheduling.commit import Committer, StepResult
 from atom.model_engine.scheduling.config import SchedulerConfig
 from atom.model_engine.scheduling.lifecycle import Lifecycle
@@ -200,7 +200,7 @@ class Scheduler:
         now = self._clock()
         if self._prompt_started:
             self._prompt_latency, self._prompt_started = now - self._prompt_started, 0.0
-        step = _Step(self.config.max_num_batched_tokens)
+        step = _Step(self._prefill_budget())
         has_blocks = True
         for seq in roster.partial.copy():
             if step.budget <= 0 or not has_blocks:
@@ -213,6 +213,13 @@ class Scheduler:
         self._num_prefill_streak += 1
         self._prompt_started = now
         return self._batch(step)
+
+    def _prefill_budget(self) -> int:
+        """Tokens of the next prefill step: fewer where a stream waits for it to end."""
+        config, roster = self.config, self._roster
+        is_busy = len(roster.running) > len(roster.partial)
+        limit = (is_busy and config.max_busy_prefill_tokens) or config.max_prefill_tokens
+        return min(config.max_num_batched_tokens, limit or config.max_num_batched_tokens)
 
     def _may_admit(self, now: float) -> bool:
         """The delay factor: let prompts gather for a while so that they share a step."""
@@ -263,15 +270,23 @@ class Scheduler:
 
     def _chunk(self, step: _Step, seq: Sequence, start: int, end: int) -> int:
         """Tokens of ``[start, end)`` that the budget lets this step compute."""
+        budget, depth = step.budget, self.config.half_chunk_depth
+        if depth and start:
+            budget = max(budget * depth // (depth + start), min(budget, MIN_CHUNK_ALIGNMENT))
         return chunk_size(
             end - start,
-            step.budget,
+            budget,
             self.config.block_size,
             threshold=self.config.long_prefill_token_threshold,
             # Computed again after a preemption, an answer may be longer than any prompt was allowed to be.
             is_chunked=self.config.enable_chunked_prefill or seq.num_preemptions > 0,
             is_first_in_batch=not step.seqs,
         )
+
+    def _cost(self, num_tokens: int, start: int) -> int:
+        """What a chunk takes of a step's budget: attention makes later tokens dearer."""
+        depth = self.config.half_chunk_depth
+        return num_tokens + (num_tokens * start // depth if depth else 0)
 
     def _add_chunk(self, step: _Step, seq: Sequence) -> bool:
         """Put the next chunk of ``seq`` into ``step`` if the budget has room; False: blocks are missing."""
@@ -292,7 +307,7 @@ class Scheduler:
             self.manager.table_patches(seq, self._patches)
             self._life.rowless.discard(seq.id)
             step.new_seqs.append(seq)
-        step.budget -= stop - start
+        step.budget -= self._cost(stop - start, start)
         step.seqs.append(seq)
         step.starts.append(start)
         step.counts.append(stop - start)

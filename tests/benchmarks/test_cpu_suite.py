@@ -6,7 +6,14 @@ import pytest
 
 from atom.benchmarks import cpu_suite
 from atom.benchmarks.child import ChildError, parse_result, run_child
-from atom.benchmarks.cpu_peer import SANITY_IDS, Measurement, PromptMaker, measure, peak_rss_of_tree
+from atom.benchmarks.cpu_peer import (
+    SANITY_IDS,
+    WORKLOADS,
+    Measurement,
+    PromptMaker,
+    measure,
+    peak_rss_of_tree,
+)
 from atom.benchmarks.cpu_report import (
     ATOM,
     ATOM_INT8,
@@ -143,7 +150,7 @@ def test_measure_fills_every_figure_and_never_repeats_a_prompt():
 
 def test_start_only_generates_for_the_short_prompt_alone():
     generator = FakeGenerator()
-    result = measure(generator, launched_at=0.0, start_only=True)
+    result = measure(generator, launched_at=0.0, workloads=())
     assert set(generator.prompts) == {tuple(SANITY_IDS)}
     assert result.decode_tok_s is None and result.start_to_first_token_s > 0
 
@@ -200,7 +207,7 @@ def test_json_is_the_last_line_and_order_turns(monkeypatch, capsys):
     def fake_measure(contender, model, num_threads, start_only=False):
         if not start_only:
             order.append(contender.name)
-        return measure(FakeGenerator(), launched_at=0.0, start_only=start_only)
+        return measure(FakeGenerator(), launched_at=0.0, workloads=() if start_only else WORKLOADS)
 
     monkeypatch.setattr(cpu_suite, "measure_contender", fake_measure)
     monkeypatch.setattr(cpu_suite, "export_demo_model", lambda dtype, threads: DemoFolder("x", 100, 150))

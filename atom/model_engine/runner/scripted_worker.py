@@ -11,6 +11,7 @@ from atom.config import Config
 from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, Sequence, TokenMasks
 from atom.model_engine.runner.input_packer import InputPacker
 from atom.model_engine.runner.limits import scheduler_limits
+from atom.model_engine.runner.step_sizes import StepSizes
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
 
@@ -24,10 +25,11 @@ class ScriptedWorker(Worker):
 
     def __init__(self, config: Config):
         self.config = config
+        num_tokens = config.max_num_batched_tokens or 2048
         self._scheduler_config = scheduler_limits(
             config,
+            StepSizes(num_tokens, config.max_num_seqs, step_tokens=num_tokens),
             max_model_len=config.max_model_len or DEFAULT_CONTEXT,
-            max_num_batched_tokens=config.max_num_batched_tokens or 2048,
             max_consecutive_prefill_steps=config.max_consecutive_prefill_steps or 0,
         )
         self._packer: InputPacker | None = None

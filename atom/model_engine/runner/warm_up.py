@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from atom.core import ScheduledBatch, Sequence
 from atom.sampling_params import SamplingParams
 
+_FIRST_BLOCK_END = 15  # the upper bound of a decode row's position that the host knows
+
 
 def warm_up_batches(num_tokens: int, block_size: int, num_groups: int) -> Iterator[ScheduledBatch]:
     """A prefill of ``num_tokens`` tokens in row 0, then a decode of that row.
@@ -15,23 +17,33 @@ def warm_up_batches(num_tokens: int, block_size: int, num_groups: int) -> Iterat
     seq.row = 0
     num_blocks = -(-(num_tokens + 1) // block_size)
     patches = [[(0, column, column) for column in range(num_blocks)] for _ in range(num_groups)]
-    yield _batch(seq, 0, num_tokens, 1, [seq], patches)
-    yield _batch(seq, num_tokens, 1, 0, [], [[] for _ in range(num_groups)])
+    yield _batch([seq], 0, num_tokens, 1, [seq], patches)
+    yield _batch([seq], num_tokens, 1, 0, [], [[] for _ in range(num_groups)])
+
+
+def decode_batch(num_rows: int, num_groups: int) -> ScheduledBatch:
+    """A decode of rows 0 and on, each somewhere in a first block of its own: they have decoded and nothing else."""
+    params = SamplingParams(temperature=0.0)
+    seqs = [Sequence(row, [0], params, max_output_tokens=2) for row in range(num_rows)]
+    for row, seq in enumerate(seqs):
+        seq.row = row
+    patches = [[(row, 0, row) for row in range(num_rows)] for _ in range(num_groups)]
+    return _batch(seqs, _FIRST_BLOCK_END, 1, 0, seqs, patches)
 
 
 def _batch(
-    seq: Sequence, start: int, count: int, num_prefill: int, new_seqs: list[Sequence], patches: list
+    seqs: list[Sequence], start: int, count: int, num_prefill: int, new_seqs: list[Sequence], patches: list
 ) -> ScheduledBatch:
     return ScheduledBatch(
         step=0,
-        seqs=[seq],
-        epochs=[seq.epoch],
-        rows=[seq.row],
-        starts=[start],
-        num_scheduled=[count],
-        samples=[True],
+        seqs=seqs,
+        epochs=[seq.epoch for seq in seqs],
+        rows=[seq.row for seq in seqs],
+        starts=[start] * len(seqs),
+        num_scheduled=[count] * len(seqs),
+        samples=[True] * len(seqs),
         num_prefill_seqs=num_prefill,
-        num_tokens=count,
+        num_tokens=count * len(seqs),
         new_seqs=new_seqs,
         patches=patches,
     )

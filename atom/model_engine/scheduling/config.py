@@ -16,6 +16,9 @@ class SchedulerConfig:
     max_num_seqs: int  # rows of the device tables
     max_num_batched_tokens: int  # of one step
     max_model_len: int
+    max_prefill_tokens: int = 0  # of a prefill step; 0: no limit of its own
+    max_busy_prefill_tokens: int = 0  # of a prefill step that streams wait for; 0: no limit of its own
+    half_chunk_depth: int = 0  # position from which a prefill token counts twice, from 2x thrice ...; 0: once
     block_size: int = 16  # tokens of one table column (and of one prefix hash)
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -31,6 +34,9 @@ class SchedulerConfig:
             "max_num_seqs": 1,
             "max_num_batched_tokens": 1 + self.num_draft_tokens,
             "max_model_len": 1,
+            "max_prefill_tokens": 0,
+            "max_busy_prefill_tokens": 0,
+            "half_chunk_depth": 0,
             "block_size": 1,
             "long_prefill_token_threshold": 0,
             "scheduler_delay_factor": 0,

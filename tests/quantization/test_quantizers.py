@@ -13,6 +13,7 @@ from atom.quantization.quantizers import (
     quantize_int8,
     to_q8_0,
 )
+from atom.quantization.spec import CPU_WEIGHTS
 
 
 @pytest.fixture
@@ -72,3 +73,13 @@ def test_packed_weights_hold_the_same_values(weight, name, bits, group):
     # The C code may break a tie between two candidates, or round a value half-way, to the other side.
     assert (packed != expected).float().mean() < 0.002
     assert (packed - weight).square().sum() <= 1.001 * (expected - weight).square().sum()
+
+
+def test_layers_with_outliers_keep_wide_activations_where_a_row_has_one_scale():
+    assert {name: spec.outlier_op for name, spec in CPU_WEIGHTS.items()} == {
+        "bf16": "linear",
+        "int8": "linear_int8",
+        "int8_a8": "linear_int8",
+        "int8_g32": "linear_int8_g32",
+        "int4": "linear_int4",
+    }

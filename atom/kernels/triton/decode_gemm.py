@@ -8,9 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from atom.kernels.triton.decode_parts import LOWEST, activate, pack_key
-
-_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+from atom.kernels.triton.decode_parts import LOWEST, activate, pack_key, send_to_l2
 
 
 @triton.jit
@@ -97,8 +95,7 @@ def gemm_loop(
     column = split * (K // SPLIT) + tl.arange(0, BK)
     if AHEAD > 0:
         line = split * (K // SPLIT) + tl.arange(0, AHEAD // 64) * 64
-        place = weight + row[:, None] * K + line[None, :]
-        tl.inline_asm_elementwise(_PREFETCH, "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
+        send_to_l2(weight + row[:, None] * K + line[None, :])
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -218,8 +215,7 @@ def head_gemm(
     token = tl.arange(0, BM)
     column = tl.arange(0, BK)
     if AHEAD > 0:
-        place = weight + row[:, None] * K + (tl.arange(0, AHEAD // 64) * 64)[None, :]
-        tl.inline_asm_elementwise(_PREFETCH, "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
+        send_to_l2(weight + row[:, None] * K + (tl.arange(0, AHEAD // 64) * 64)[None, :])
     wants_logits = tl.load(flags)
     num_valid = tl.load(flags + 1)
     if PDL:

@@ -137,6 +137,9 @@ def record_step(
     uses_pdl: bool = True,
     cache_dtype: torch.dtype = torch.bfloat16,
     parts: tuple[int, int] | None = None,
+    split_shape: Any = None,
+    table: dict[Any, Any] | None = None,
+    halves_norms: bool = True,
 ) -> None:
     """Let ``recorder`` see every launch of a step of ``num_tokens`` sequences."""
     from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
@@ -146,20 +149,27 @@ def record_step(
     n, hidden, dim = num_tokens, shape.hidden_size, shape.head_dim
     where = f"{shape.name} M={n}"
     long = {"dtype": torch.int64}
-    linear = DecodeLinear(META, has_gluon=has_gluon, uses_pdl=uses_pdl)
+    linear = DecodeLinear(META, has_gluon=has_gluon, uses_pdl=uses_pdl, table=table)
     norm = empty(hidden)
-    for part, (rows, columns, has_norm, activation) in shape.linears.items():
+    next_x, scaled = empty(n, hidden), None
+    for part in ("o", "gate_up", "down", "qkv"):
+        rows, columns, has_norm, activation = shape.linears[part]
         layer = LinearArguments(empty(rows, columns), norm if has_norm else None, 1e-6, None, activation)
         recorder.label = f"{where} {part} {linear.choice(layer.shape, n)}"
         out = empty(n, layer.shape.N)
-        residual = None if has_norm else out
-        linear(empty(n, columns), layer, out, residual)
-        if part == "qkv":
-            linear(empty(n, columns), layer, out, residual, waits=False)
+        if has_norm:
+            linear(empty(n, columns), layer, out, scaled=scaled)
+            if part == "qkv":  # of the first layer
+                linear(empty(n, columns), layer, out, waits=False)
+            continue
+        next_norm = norm if n > 1 and halves_norms else None
+        scaled = linear(empty(n, columns), layer, out, out, next_norm=next_norm, next_x=next_x)
+        if part == "down" and n > 1:  # of the last layer
+            linear(empty(n, columns), layer, out, out)
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     qk_norm = empty(heads + kv_heads, dim) if shape.has_qk_norm else None
     attention = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=qk_norm, eps=1e-6)
-    attend = DecodeAttention(META, [attention], 64, uses_pdl, parts)
+    attend = DecodeAttention(META, [attention], 64, uses_pdl, parts, split_shape)
     cache = empty(999, kv_heads, 16, dim, dtype=cache_dtype)
     scale = empty(1, dtype=torch.float32)
     angles = empty(n, 1, dim), empty(n, 1, dim)

@@ -347,8 +347,8 @@ def splits(
     value = tl.load(values + row[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
     if SENT > 0:
         line = tl.arange(0, LINES) * (DIM // LINES)
-        for i in tl.static_range(1, SENT + 1):
-            token = start + i * TILE + index
+        for ahead in tl.static_range(1, SENT + 1):
+            token = start + ahead * TILE + index
             row = _block_rows(table, token, token < stop, kv_head, KV_HEADS, PAGE, DIM)
             send_to_l2(keys + row[:, None] + line[None, :])
             send_to_l2(values + row[:, None] + line[None, :])

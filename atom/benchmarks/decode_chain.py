@@ -117,8 +117,8 @@ class Replays:
                 tensor[: batch * columns + 1].normal_()
         self.record()
 
-    def reset(self) -> None:
-        self.tables.computed[: self.batch] = PROMPT_TOKENS
+    def reset(self, context: int = PROMPT_TOKENS) -> None:
+        self.tables.computed[: self.batch] = context
         self.tables.last_token[: self.batch] = self.torch.arange(self.batch, device=self.tables.device) + 11
 
     def run(self) -> None:
@@ -136,11 +136,11 @@ class Replays:
         packed[: self.batch] = self.torch.arange(self.batch, dtype=self.torch.int32, device=packed.device)
         self.reset()
 
-    def time_ms(self, steps: int = NEW_TOKENS - 2, repeats: int = 3) -> float:
-        """Milliseconds a replay: the best of ``repeats`` runs over the workload's contexts."""
+    def time_ms(self, steps: int = NEW_TOKENS - 2, repeats: int = 3, context: int = PROMPT_TOKENS) -> float:
+        """Milliseconds a replay: the best of ``repeats`` runs over ``steps`` contexts from ``context`` on."""
         torch, best = self.torch, float("inf")
         for _ in range(repeats):
-            self.reset()
+            self.reset(context)
             self.run()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

@@ -13,6 +13,7 @@ from atom.benchmarks.decode_launches import DecodeShape, Recorder, record_step
 from atom.kernels.triton.decode_attend import SplitShape
 from atom.kernels.triton.decode_linear import Choice, LinearShape, default_choice, token_class
 
+MEAN_CONTEXT = 256  # of the workload
 COLUMNS = ((4, 8), (2, 16), (4, 16), (8, 8))  # parts and warps, for one sequence
 SPLITS = {  # by the most sequences: splits, keys, warps, stages, tiles sent ahead
     16: ((4, 64, 4, 3, 2), (4, 64, 4, 3, 0), (8, 64, 4, 3, 0), (4, 64, 8, 3, 2), (4, 32, 4, 3, 4), (2, 64, 4, 4, 3),
@@ -20,7 +21,7 @@ SPLITS = {  # by the most sequences: splits, keys, warps, stages, tiles sent ahe
     64: ((1, 64, 4, 3, 2), (1, 64, 4, 3, 0), (2, 64, 4, 3, 2), (1, 64, 4, 4, 4), (1, 64, 8, 3, 4), (1, 32, 4, 4, 6),
          (1, 64, 2, 3, 2), (2, 32, 4, 4, 3)),
 }  # fmt: skip
-AHEAD = (128, 256, 512, 1024)  # columns of a weight sent to the L2 cache before the wait
+AHEAD = (128, 512, 1024)  # columns of a weight sent to the L2 cache before the wait
 BLOCKS = {  # what else is tried for a shape's loop: rows, columns a step, splits, stages
     (3072, 2048, False): ((64, 128, 4, 4), (64, 128, 2, 6)),
     (2048, 2048, False): ((64, 64, 8, 4), (64, 128, 4, 4)),
@@ -92,7 +93,7 @@ def time_variants(fused: Any, replays: Any, shape: DecodeShape) -> dict[str, flo
     def measure(name: str) -> float:
         try:
             replays.record()
-            found[name] = replays.time_ms(repeats=2)
+            found[name] = replays.time_ms(steps=64, repeats=3, context=MEAN_CONTEXT - 32)
         except Exception as error:  # blocks that do not fit the chip are no reason to stop
             print(f"{name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
             return float("inf")

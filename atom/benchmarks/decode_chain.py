@@ -177,7 +177,15 @@ class Replays:
         first = None
         for _ in range(count):
             self.reset()
-            for buffer in (fused._x, fused._scaled, fused._qkv, fused._attended, fused._gated, fused.hidden, fused.logits):
+            for buffer in (
+                fused._x,
+                fused._scaled,
+                fused._qkv,
+                fused._attended,
+                fused._gated,
+                fused.hidden,
+                fused.logits,
+            ):
                 buffer.fill_(float("nan"))
             self.run()
             now = state()

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from atom.kernels.triton.compile_ahead import Launch, Recorder, recording
 from atom.platforms import get_platform
 
 META = torch.device("meta")
@@ -53,52 +53,6 @@ SHAPES = (
 )
 
 
-@dataclass
-class Launch:
-    """One kernel with its arguments by name and its launch options."""
-
-    label: str
-    kernel: Any
-    positional: tuple[Any, ...]
-    options: dict[str, Any]
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        names = self.kernel.arg_names
-        named = {k: v for k, v in self.options.items() if k in names}
-        return dict(zip(names, self.positional, strict=False)) | named
-
-    @property
-    def launch_options(self) -> dict[str, Any]:
-        return {k: v for k, v in self.options.items() if k not in self.kernel.arg_names}
-
-
-@dataclass
-class Recorder:
-    """Launches instead of running them, by what distinguishes compiled kernels; ``label`` names the next ones."""
-
-    label: str = ""
-    launches: dict[str, Launch] = field(default_factory=dict)
-
-    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        facts = [a.dtype if isinstance(a, torch.Tensor) else a for a in args]
-        key = f"{kernel.fn.__name__} {facts} {sorted(options.items(), key=str)}"
-        self.launches.setdefault(key, Launch(self.label, kernel, args, options))
-
-
-@contextmanager
-def recording() -> Iterator[Recorder]:
-    """Inside, Triton launches nothing and a recorder keeps what it would have launched."""
-    from triton.runtime.jit import JITFunction
-
-    recorder, run = Recorder(), JITFunction.run
-    JITFunction.run = lambda self, *args, **options: recorder.run(self, *args, **options)
-    try:
-        yield recorder
-    finally:
-        JITFunction.run = run
-
-
 def compile_side_by_side(launches: list[Launch], num_processes: int | None = None) -> None:
     """Compile into Triton's disk cache from forked processes; call it before CUDA is initialised here."""
     began = time.monotonic()
@@ -119,7 +73,7 @@ def _compile_all(launches: list[Launch]) -> None:
     for launch in launches:
         args = [a.dtype if isinstance(a, torch.Tensor) else a for a in launch.positional]
         try:
-            launch.kernel.warmup(*args, grid=(1,), **launch.options)
+            launch.compile(tuple(args))
         except Exception as error:  # the run that needs it will say so again
             print(f"{launch.label}: {type(error).__name__}: {str(error)[-300:]}", file=sys.stderr, flush=True)
 

@@ -317,7 +317,9 @@ def splits(
     PDL: tl.constexpr,
 ):
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    LINES: tl.constexpr = (DIM * keys.dtype.element_ty.primitive_bitwidth + 1023) // 1024  # of 128 bytes a key
+    LINES: tl.constexpr = (
+        DIM * keys.dtype.element_ty.primitive_bitwidth + 1023
+    ) // 1024  # of 128 bytes a key
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)

@@ -78,7 +78,14 @@ def _finish(
 
 @triton.jit
 def _residual(
-    residual, pid, M, N, BN: tl.constexpr, BM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr
+    residual,
+    pid,
+    M,
+    N,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     """The residual of a tile, to be loaded while the product is still made; 0 where there is none."""
     before = 0.0
@@ -96,11 +103,13 @@ def _all_squares(squares_in, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, BM: t
     """Sums of squares of the tokens from the shares that another launch left."""
     slot = tl.arange(0, SLOTS_PAD)
     token = tl.arange(0, BM)
-    shares = tl.load(squares_in + slot[:, None] * BM + token[None, :], mask=(slot < SLOTS)[:, None], other=0.0)
+    shares = tl.load(
+        squares_in + slot[:, None] * BM + token[None, :], mask=(slot < SLOTS)[:, None], other=0.0
+    )
     return tl.sum(shares, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_loop(
     x,
     norm,
@@ -189,7 +198,7 @@ def gemm_loop(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_rows(
     x,
     norm,
@@ -256,7 +265,7 @@ def gemm_rows(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def head_gemm(
     x,  # [M, K], behind the final norm
     weight,

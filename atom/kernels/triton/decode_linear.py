@@ -285,7 +285,19 @@ class DecodeLinear:
         if choice.kernel in ("gemv", "gluon"):
             launch(self._workspace, x, layer, out, residual, choice.blocks, shape, uses_pdl)
             return None
-        launch(self._workspace, x, layer, out, residual, choice.blocks, shape, uses_pdl, scaled, next_norm, next_x)
+        launch(
+            self._workspace,
+            x,
+            layer,
+            out,
+            residual,
+            choice.blocks,
+            shape,
+            uses_pdl,
+            scaled,
+            next_norm,
+            next_x,
+        )
         if next_norm is None:
             return None
         return Scaled(next_x, triton.cdiv(shape.weight_rows, choice.blocks[0]))

@@ -10,16 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 from atom.benchmarks.decode_launches import DecodeShape, Recorder, record_step
-from atom.kernels.triton.decode_attend import SplitShape
+from atom.kernels.triton.decode_attend import ColumnShape, SplitShape
 from atom.kernels.triton.decode_linear import Choice, LinearShape, default_choice, token_class
 
 MEAN_CONTEXT = 256  # of the workload
-COLUMNS = ((4, 8), (2, 16), (4, 16), (8, 8))  # parts and warps, for one sequence
+COLUMNS = (  # parts, warps, keys of a tile, tiles ahead; for one sequence
+    (4, 8, 64, 6), (4, 8, 128, 3), (4, 8, 128, 2), (4, 16, 128, 3), (4, 16, 256, 1), (2, 16, 128, 3), (2, 8, 64, 6),
+)  # fmt: skip
 SPLITS = {  # by the most sequences: splits, keys, warps, stages, tiles sent ahead
-    16: ((4, 64, 4, 3, 2), (4, 64, 4, 3, 0), (8, 64, 4, 3, 0), (4, 64, 8, 3, 2), (4, 32, 4, 3, 4), (2, 64, 4, 4, 3),
-         (8, 32, 4, 3, 1)),
-    64: ((1, 64, 4, 3, 2), (1, 64, 4, 3, 0), (2, 64, 4, 3, 2), (1, 64, 4, 4, 4), (1, 64, 8, 3, 4), (1, 32, 4, 4, 6),
-         (1, 64, 2, 3, 2), (2, 32, 4, 4, 3)),
+    16: ((4, 64, 4, 3, 2), (4, 64, 4, 3, 0), (8, 64, 4, 3, 0), (4, 64, 8, 3, 2), (4, 32, 4, 5, 4), (8, 32, 4, 5, 1),
+         (2, 64, 4, 5, 3)),
+    64: ((1, 64, 4, 3, 2), (1, 64, 4, 3, 0), (1, 64, 4, 5, 4), (1, 64, 8, 5, 4), (1, 32, 4, 5, 6), (2, 32, 4, 5, 3),
+         (2, 32, 4, 5, 0)),
 }  # fmt: skip
 AHEAD = (128, 512, 1024)  # columns of a weight sent to the L2 cache before the wait
 BLOCKS = {  # what else is tried for a shape's loop: rows, columns a step, splits, stages
@@ -75,8 +77,8 @@ def record_variants(recorder: Recorder, shape: DecodeShape, batch: int) -> None:
     """Let ``recorder`` see every launch of every variant."""
     record_step(recorder, shape, batch)
     if batch == 1:
-        for parts in COLUMNS:
-            record_step(recorder, shape, batch, parts=parts)
+        for one in COLUMNS:
+            record_step(recorder, shape, batch, column_shape=ColumnShape(*one))
         return
     for one in attention_shapes(batch):
         record_step(recorder, shape, batch, split_shape=one)
@@ -102,10 +104,10 @@ def time_variants(fused: Any, replays: Any, shape: DecodeShape) -> dict[str, flo
     batch, attention, linear = replays.batch, fused._attention, fused._linear
     usual = measure("usual")
     if batch == 1:
-        for parts in COLUMNS:
-            attention._parts = parts
-            measure(f"parts {parts}")
-        attention._parts = None
+        for one in COLUMNS:
+            attention._column_shape = ColumnShape(*one)
+            measure(f"attention {one}")
+        attention._column_shape = None
         return found
     best_shape, fastest = None, usual
     for one in attention_shapes(batch):

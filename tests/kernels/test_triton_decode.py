@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atom.kernels.reference import decode as reference
-from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
+from atom.kernels.triton.decode_attend import AttentionLayer, ColumnShape, DecodeAttention, StepTables
 from atom.kernels.triton.decode_linear import Choice, DecodeLinear, HeadBuffers, LinearArguments, head
 from atom.kernels.triton.decode_parts import ACTIVATIONS, LOWEST, compact
 from atom.kernels.triton.decode_step import choose, embed, final_norm, prepare_decode
@@ -176,7 +176,7 @@ class Case:
             self.qkv, keys, values, self.tables, self.lens, self.slots, self.cos, self.sin, num_heads=heads,
             scale=dim**-0.5, eps=1e-6, scales=tuple(float(s) for s in scales or (1.0, 1.0)), **fields,
         )  # fmt: skip
-        run = DecodeAttention(self.qkv.device, [layer], len(self.lens), parts=(2, 4))
+        run = DecodeAttention(self.qkv.device, [layer], len(self.lens), column_shape=ColumnShape(2, 4, 64, 6))
         run._partial.fill_(float("nan"))
         run._stats.fill_(float("nan"))
         out = torch.full_like(wanted, float("nan"))

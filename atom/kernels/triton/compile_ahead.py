@@ -6,7 +6,6 @@ of Python's lock, so threads help.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -83,6 +82,6 @@ def compile_launches_of(function: Callable[[], None]) -> int:
         except Exception as error:  # the step that needs it says so again
             logger.debug("%s was not compiled ahead: %s", launch.kernel.fn.__name__, error)
 
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "compile") as pool:
+    with ThreadPoolExecutor(MAX_THREADS, "compile") as pool:
         list(pool.map(compile_one, launches))
     return len(launches)

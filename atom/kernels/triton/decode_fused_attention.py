@@ -160,13 +160,13 @@ def columns(
         gdc_launch_dependents()
         gdc_wait()
     token_row = qkv + seq * (HEADS + 2 * KV_HEADS) * DIM
-    own = tl.load(token_row + head * DIM + channel)
-    other = tl.load(token_row + head * DIM + partner)
+    q_own = tl.load(token_row + head * DIM + channel)
+    q_other = tl.load(token_row + head * DIM + partner)
     new_own = tl.load(token_row + at * DIM + channel)
     new_other = tl.load(token_row + at * DIM + partner)
     value_row = token_row + (at + KV_HEADS) * DIM
     new_value = finite(tl.load(value_row + width).to(tl.float32))
-    q = _turned(own, other, q_norm, q_norm_other, c, s, eps, DIM, HAS_NORM)
+    q = _turned(q_own, q_other, q_norm, q_norm_other, c, s, eps, DIM, HAS_NORM)
     new_key = _turned(new_own, new_other, k_norm, k_norm_other, c, s, eps, DIM, HAS_NORM)
     stored_key = (finite(new_key) / of_key).to(keys.dtype.element_ty)
     stored_value = (new_value / of_value).to(values.dtype.element_ty)

@@ -53,7 +53,7 @@ class Workspace:
 
 @dataclass(slots=True)
 class Scaled:
-    """What a launch leaves for the norm behind it: ``x [M, N]`` times the norm's weight, and shares in the workspace."""
+    """What a launch leaves for the norm behind it: ``x [M, N]`` times its weight, and shares in the workspace."""
 
     x: torch.Tensor
     num_shares: int

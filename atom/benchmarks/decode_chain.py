@@ -260,8 +260,8 @@ def run_model(model: str, batches: list[int], with_plain: bool, with_parts: bool
     return lines
 
 
-def run_variants(model: str, batches: list[int]) -> list[dict[str, Any]]:
-    """One line a batch: milliseconds of the recorded step by variant."""
+def run_variants(model: str, batches: list[int], budget_s: float) -> list[dict[str, Any]]:
+    """One line a batch: milliseconds of the recorded step by variant; the batches share the budget."""
     from atom.benchmarks.decode_variants import time_variants
 
     core = build_engine(model, batches, "cuda", max_step_tokens=256)
@@ -272,7 +272,7 @@ def run_variants(model: str, batches: list[int]) -> list[dict[str, Any]]:
         replays = Replays(core, batch)
         print(f"{model} b{batch}: {replays.check_modules()}; {replays.check_replays(5)}", flush=True)
         fused.want_logits(False)
-        times = time_variants(fused, replays, shape)
+        times = time_variants(fused, replays, shape, budget_s / len(batches))
         for name, milliseconds in sorted(times.items(), key=lambda item: item[1]):
             print(f"   {milliseconds:.4f} {name}", flush=True)
         lines.append({"model": model, "batch": batch, "graph_ms": times.get("usual"), "variants": times})
@@ -346,6 +346,8 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="time the modules too")
     parser.add_argument("--parts", action="store_true", help="time steps without attention and without head")
     parser.add_argument("--variants", action="store_true", help="time recorded steps with other block sizes")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of a model for its variants")
+    parser.add_argument("--compile-only", action="store_true", help="compile what would be timed, and stop")
     parser.add_argument("--tune", action="store_true", help="measure block sizes and keep them")
     parser.add_argument("--json", type=Path, help="where all figures go")
     parser.add_argument(
@@ -361,7 +363,7 @@ def main() -> None:
     if args.one:
         for model in args.models:
             if args.variants:
-                lines = run_variants(model, args.batches)
+                lines = run_variants(model, args.batches, args.budget)
             else:
                 lines = run_model(model, args.batches, args.plain, args.parts)
             for line in lines:
@@ -373,6 +375,8 @@ def main() -> None:
     compile_side_by_side(
         launches_of(lambda recorder: [record(recorder, s, n) for s in shapes for n in args.batches])
     )
+    if args.compile_only:
+        return
     lines = []
     for model in args.models:
         lines += _run_child(model, args)
@@ -387,6 +391,7 @@ def _run_child(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "atom.benchmarks.decode_chain", "--one", "--models", model, "--batches"]
     command += [str(batch) for batch in args.batches]
     command += ["--plain"] * args.plain + ["--parts"] * args.parts + ["--variants"] * args.variants
+    command += ["--budget", str(args.budget)]
     began, lines = time.monotonic(), []
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:

@@ -6,6 +6,8 @@ what a kernel hides of its neighbours is in the figure.
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -88,17 +90,22 @@ def record_variants(recorder: Recorder, shape: DecodeShape, batch: int) -> None:
     record_step(recorder, shape, batch, halves_norms=False)
 
 
-def time_variants(fused: Any, replays: Any, shape: DecodeShape) -> dict[str, float]:
-    """Milliseconds a step by variant; a variant that fails is left out and told."""
+def time_variants(
+    fused: Any, replays: Any, shape: DecodeShape, budget_s: float = math.inf
+) -> dict[str, float]:
+    """Milliseconds a step by variant; one that fails is left out and told, one past the budget left out."""
     found: dict[str, float] = {}
+    deadline = time.monotonic() + budget_s
 
-    def measure(name: str) -> float:
+    def measure(name: str, is_last: bool = False) -> float:
+        if time.monotonic() > deadline and not is_last:
+            return math.inf
         try:
             replays.record()
             found[name] = replays.time_ms(steps=64, repeats=3, context=MEAN_CONTEXT - 32)
         except Exception as error:  # blocks that do not fit the chip are no reason to stop
             print(f"{name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
-            return float("inf")
+            return math.inf
         return found[name]
 
     batch, attention, linear = replays.batch, fused._attention, fused._linear
@@ -134,10 +141,10 @@ def time_variants(fused: Any, replays: Any, shape: DecodeShape) -> dict[str, flo
     for table in best_tables:
         linear._table = linear._table | table
     attention._split_shape = best_shape
-    measure(f"together: {best_shape}")
+    measure(f"together: {best_shape} and {len(best_tables)} tables", is_last=True)
     linear._table, attention._split_shape = own_table, None
     fused._attention = lambda *args, **options: None
-    measure("no attention")
+    measure("no attention", is_last=True)
     fused._attention = attention
     replays.record()
     return found

@@ -512,7 +512,9 @@ class ModelRunner(Worker):
                 logger.info("cudagraph_mode NONE: %s needs %s", mode.name, reason)
                 return None
             prefill = []  # nothing would be recorded of them
-        return GraphRecorder(forward, self.platform, self._profiler, mode, sorted(self._decode_sizes()), prefill)
+        return GraphRecorder(
+            forward, self.platform, self._profiler, mode, sorted(self._decode_sizes()), prefill
+        )
 
     # -- facts and tools
 

@@ -1,4 +1,4 @@
-"""The steps that a worker runs before it serves: the largest prefill, and a decode; what these need is compiled first."""
+"""The steps that a worker runs before it serves: the largest prefill, and a decode; their kernels come first."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ logger = init_logger(__name__)
 
 
 def compile_decode_kernels(forward: ForwardPass, sizes: Iterable[int]) -> None:
-    """Compile side by side what fused decode steps of ``sizes`` sequences launch; each would wait for the one before."""
+    """Compile side by side what fused decode steps of ``sizes`` sequences launch, not one after the other."""
     from atom.kernels.triton.compile_ahead import compile_launches_of
 
     most = forward.model.fused.max_tokens
@@ -26,6 +26,7 @@ def compile_decode_kernels(forward: ForwardPass, sizes: Iterable[int]) -> None:
     began = time.monotonic()
     count = compile_launches_of(rehearse)
     logger.info("%d kernels of decode steps ready in %.2f s", count, time.monotonic() - began)
+
 
 _FIRST_BLOCK_END = 15  # the upper bound of a decode row's position that the host knows
 

@@ -102,7 +102,7 @@ def time_variants(
             return math.inf
         try:
             replays.record()
-            found[name] = replays.time_ms(steps=64, repeats=3, context=MEAN_CONTEXT - 32)
+            found[name] = replays.time_ms(steps=48, repeats=2, context=MEAN_CONTEXT - 24)
         except Exception as error:  # blocks that do not fit the chip are no reason to stop
             print(f"{name}: {type(error).__name__}: {str(error)[:150]}", flush=True)
             return math.inf

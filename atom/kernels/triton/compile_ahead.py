@@ -70,8 +70,11 @@ def recording() -> Iterator[Recorder]:
         JITFunction.run = run
 
 
-def compile_launches_of(function: Callable[[], None]) -> int:
-    """Compile whatever kernels ``function`` launches; returns how many. What it computes is then undefined."""
+def compile_launches_of(function: Callable[[], None], device: torch.device | None = None) -> int:
+    """Compile whatever kernels ``function`` launches, for ``device`` (None: the current one); returns how many.
+
+    What the function computes is then undefined.
+    """
     with recording() as recorder:
         function()
     launches = list(recorder.launches.values())
@@ -82,6 +85,10 @@ def compile_launches_of(function: Callable[[], None]) -> int:
         except Exception as error:  # the step that needs it says so again
             logger.debug("%s was not compiled ahead: %s", launch.kernel.fn.__name__, error)
 
-    with ThreadPoolExecutor(MAX_THREADS, "compile") as pool:
+    def begin() -> None:  # a thread begins with device 0
+        if device is not None and device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    with ThreadPoolExecutor(MAX_THREADS, "compile", begin) as pool:
         list(pool.map(compile_one, launches))
     return len(launches)

@@ -24,7 +24,7 @@ def compile_decode_kernels(forward: ForwardPass, sizes: Iterable[int]) -> None:
                 forward.run_rehearsed()
 
     began = time.monotonic()
-    count = compile_launches_of(rehearse)
+    count = compile_launches_of(rehearse, forward.device)
     logger.info("%d kernels of decode steps ready in %.2f s", count, time.monotonic() - began)
 
 

@@ -86,7 +86,7 @@ def compile_launches_of(function: Callable[[], None], device: torch.device | Non
             logger.debug("%s was not compiled ahead: %s", launch.kernel.fn.__name__, error)
 
     def begin() -> None:  # a thread begins with device 0
-        if device is not None and device.type == "cuda":
+        if device is not None and device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
 
     with ThreadPoolExecutor(MAX_THREADS, "compile", begin) as pool:

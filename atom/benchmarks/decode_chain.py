@@ -1,13 +1,15 @@
 """Decode steps of the dense models on a GPU: checked, timed as graph replays and through the engine, tuned.
 
     python -m atom.benchmarks.decode_chain [--models qwen3-0.6b ...] [--batches 1 8 32] [--plain] [--parts] [--json OUT]
+    python -m atom.benchmarks.decode_chain --variants [--models ...] [--batches ...]
     python -m atom.benchmarks.decode_chain --tune [--models ...]
 
 A workload is the peers' decode_bN: N sequences with a prompt of 128 tokens, 256 tokens out. ``graph`` is the device
 time of the recorded step, its context growing from 128 to 384; ``engine`` the wall-clock time of a step of the
 engine core, with scheduling, sampling and reading back. Weights are random, of the models' real shapes. Each model
 runs in a process of its own, after its kernels were compiled side by side. ``--plain`` times the modules as well,
-``--parts`` what a step takes without its attention and without its head.
+``--parts`` what a step takes without its attention and without its head, ``--variants`` recorded steps with other
+block sizes, and nothing else.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ PEERS = {
 }
 
 
-def build_engine(model: str, batches: list[int], device: str, folder: Path = MODELS) -> Any:
+def build_engine(
+    model: str, batches: list[int], device: str, folder: Path = MODELS, max_step_tokens: int = 4096
+) -> Any:
     """A started engine core with decode graphs of ``batches`` and invented weights."""
     from atom.config import Config
     from atom.model_engine.engine_core import EngineCore
@@ -50,7 +54,7 @@ def build_engine(model: str, batches: list[int], device: str, folder: Path = MOD
         load_dummy="xavier",
         max_model_len=9216,
         max_num_seqs=max(batches),
-        max_num_batched_tokens=4096,
+        max_num_batched_tokens=max_step_tokens,
         kv_cache_memory=8 << 30 if device == "cuda" else 64 << 20,
         enable_prefix_caching=False,
         compilation_config={"level": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": tuple(batches)},
@@ -113,8 +117,8 @@ class Replays:
                 tensor[: batch * columns + 1].normal_()
         self.record()
 
-    def reset(self) -> None:
-        self.tables.computed[: self.batch] = PROMPT_TOKENS
+    def reset(self, context: int = PROMPT_TOKENS) -> None:
+        self.tables.computed[: self.batch] = context
         self.tables.last_token[: self.batch] = self.torch.arange(self.batch, device=self.tables.device) + 11
 
     def run(self) -> None:
@@ -132,11 +136,11 @@ class Replays:
         packed[: self.batch] = self.torch.arange(self.batch, dtype=self.torch.int32, device=packed.device)
         self.reset()
 
-    def time_ms(self, steps: int = NEW_TOKENS - 2, repeats: int = 3) -> float:
-        """Milliseconds a replay: the best of ``repeats`` runs over the workload's contexts."""
+    def time_ms(self, steps: int = NEW_TOKENS - 2, repeats: int = 3, context: int = PROMPT_TOKENS) -> float:
+        """Milliseconds a replay: the best of ``repeats`` runs over ``steps`` contexts from ``context`` on."""
         torch, best = self.torch, float("inf")
         for _ in range(repeats):
-            self.reset()
+            self.reset(context)
             self.run()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -173,7 +177,15 @@ class Replays:
         first = None
         for _ in range(count):
             self.reset()
-            for buffer in (fused._x, fused._qkv, fused._attended, fused._gated, fused.hidden, fused.logits):
+            for buffer in (
+                fused._x,
+                fused._scaled,
+                fused._qkv,
+                fused._attended,
+                fused._gated,
+                fused.hidden,
+                fused.logits,
+            ):
                 buffer.fill_(float("nan"))
             self.run()
             now = state()
@@ -248,6 +260,25 @@ def run_model(model: str, batches: list[int], with_plain: bool, with_parts: bool
     return lines
 
 
+def run_variants(model: str, batches: list[int], budget_s: float) -> list[dict[str, Any]]:
+    """One line a batch: milliseconds of the recorded step by variant; the batches share the budget."""
+    from atom.benchmarks.decode_variants import time_variants
+
+    core = build_engine(model, batches, "cuda", max_step_tokens=256)
+    fused = core.worker.model.fused
+    shape = next(shape for shape in SHAPES if shape.name == model)
+    lines = []
+    for batch in batches:
+        replays = Replays(core, batch)
+        print(f"{model} b{batch}: {replays.check_modules()}; {replays.check_replays(5)}", flush=True)
+        fused.want_logits(False)
+        times = time_variants(fused, replays, shape, budget_s / len(batches))
+        for name, milliseconds in sorted(times.items(), key=lambda item: item[1]):
+            print(f"   {milliseconds:.4f} {name}", flush=True)
+        lines.append({"model": model, "batch": batch, "graph_ms": times.get("usual"), "variants": times})
+    return lines
+
+
 def _step_bytes(shape: Any, batch: int) -> int:
     """Weights once, keys and values of the mean context."""
     weights = sum(rows * columns for rows, columns, _, _ in shape.linears.values()) * _num_layers(shape.name)
@@ -284,11 +315,6 @@ def _time_parts(fused: Any, replays: Replays) -> dict[str, float]:
         replays.record()
         found["no_head_ms"] = replays.time_ms()
         module.head = own_head
-        for parts in ((4, 16), (2, 16), (4, 8), (2, 8), (8, 8)) if replays.batch == 1 else ():
-            own_attention._parts = parts
-            replays.record()
-            found[f"attention_{parts[0]}x{parts[1]}_ms"] = replays.time_ms()
-        own_attention._parts = None
     finally:
         fused._attention, module.head = own_attention, own_head
         replays.record()
@@ -319,6 +345,9 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--plain", action="store_true", help="time the modules too")
     parser.add_argument("--parts", action="store_true", help="time steps without attention and without head")
+    parser.add_argument("--variants", action="store_true", help="time recorded steps with other block sizes")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of a model for its variants")
+    parser.add_argument("--compile-only", action="store_true", help="compile what would be timed, and stop")
     parser.add_argument("--tune", action="store_true", help="measure block sizes and keep them")
     parser.add_argument("--json", type=Path, help="where all figures go")
     parser.add_argument(
@@ -333,25 +362,36 @@ def main() -> None:
         return
     if args.one:
         for model in args.models:
-            for line in run_model(model, args.batches, args.plain, args.parts):
+            if args.variants:
+                lines = run_variants(model, args.batches, args.budget)
+            else:
+                lines = run_model(model, args.batches, args.plain, args.parts)
+            for line in lines:
                 print("LINE " + json.dumps(line), flush=True)
         return
+    record = record_step
+    if args.variants:
+        from atom.benchmarks.decode_variants import record_variants as record
     compile_side_by_side(
-        launches_of(lambda recorder: [record_step(recorder, s, n) for s in shapes for n in args.batches])
+        launches_of(lambda recorder: [record(recorder, s, n) for s in shapes for n in args.batches])
     )
+    if args.compile_only:
+        return
     lines = []
     for model in args.models:
         lines += _run_child(model, args)
     if args.json is not None:
         args.json.write_text(json.dumps(lines, indent=1))
-    print(table_of(lines))
+    if not args.variants:
+        print(table_of(lines))
 
 
 def _run_child(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The model's lines from a process of its own, whose other output is passed on."""
     command = [sys.executable, "-m", "atom.benchmarks.decode_chain", "--one", "--models", model, "--batches"]
     command += [str(batch) for batch in args.batches]
-    command += ["--plain"] * args.plain + ["--parts"] * args.parts
+    command += ["--plain"] * args.plain + ["--parts"] * args.parts + ["--variants"] * args.variants
+    command += ["--budget", str(args.budget)]
     began, lines = time.monotonic(), []
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:

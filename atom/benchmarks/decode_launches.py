@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from atom.kernels.triton.compile_ahead import Launch, Recorder, recording
 from atom.platforms import get_platform
 
 META = torch.device("meta")
@@ -53,52 +53,6 @@ SHAPES = (
 )
 
 
-@dataclass
-class Launch:
-    """One kernel with its arguments by name and its launch options."""
-
-    label: str
-    kernel: Any
-    positional: tuple[Any, ...]
-    options: dict[str, Any]
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        names = self.kernel.arg_names
-        named = {k: v for k, v in self.options.items() if k in names}
-        return dict(zip(names, self.positional, strict=False)) | named
-
-    @property
-    def launch_options(self) -> dict[str, Any]:
-        return {k: v for k, v in self.options.items() if k not in self.kernel.arg_names}
-
-
-@dataclass
-class Recorder:
-    """Launches instead of running them, by what distinguishes compiled kernels; ``label`` names the next ones."""
-
-    label: str = ""
-    launches: dict[str, Launch] = field(default_factory=dict)
-
-    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        facts = [a.dtype if isinstance(a, torch.Tensor) else a for a in args]
-        key = f"{kernel.fn.__name__} {facts} {sorted(options.items(), key=str)}"
-        self.launches.setdefault(key, Launch(self.label, kernel, args, options))
-
-
-@contextmanager
-def recording() -> Iterator[Recorder]:
-    """Inside, Triton launches nothing and a recorder keeps what it would have launched."""
-    from triton.runtime.jit import JITFunction
-
-    recorder, run = Recorder(), JITFunction.run
-    JITFunction.run = lambda self, *args, **options: recorder.run(self, *args, **options)
-    try:
-        yield recorder
-    finally:
-        JITFunction.run = run
-
-
 def compile_side_by_side(launches: list[Launch], num_processes: int | None = None) -> None:
     """Compile into Triton's disk cache from forked processes; call it before CUDA is initialised here."""
     began = time.monotonic()
@@ -119,7 +73,7 @@ def _compile_all(launches: list[Launch]) -> None:
     for launch in launches:
         args = [a.dtype if isinstance(a, torch.Tensor) else a for a in launch.positional]
         try:
-            launch.kernel.warmup(*args, grid=(1,), **launch.options)
+            launch.compile(tuple(args))
         except Exception as error:  # the run that needs it will say so again
             print(f"{launch.label}: {type(error).__name__}: {str(error)[-300:]}", file=sys.stderr, flush=True)
 
@@ -136,7 +90,10 @@ def record_step(
     has_gluon: bool = True,
     uses_pdl: bool = True,
     cache_dtype: torch.dtype = torch.bfloat16,
-    parts: tuple[int, int] | None = None,
+    column_shape: Any = None,
+    split_shape: Any = None,
+    table: dict[Any, Any] | None = None,
+    halves_norms: bool = True,
 ) -> None:
     """Let ``recorder`` see every launch of a step of ``num_tokens`` sequences."""
     from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
@@ -146,20 +103,27 @@ def record_step(
     n, hidden, dim = num_tokens, shape.hidden_size, shape.head_dim
     where = f"{shape.name} M={n}"
     long = {"dtype": torch.int64}
-    linear = DecodeLinear(META, has_gluon=has_gluon, uses_pdl=uses_pdl)
+    linear = DecodeLinear(META, has_gluon=has_gluon, uses_pdl=uses_pdl, table=table)
     norm = empty(hidden)
-    for part, (rows, columns, has_norm, activation) in shape.linears.items():
+    next_x, scaled = empty(n, hidden), None
+    for part in ("o", "gate_up", "down", "qkv"):
+        rows, columns, has_norm, activation = shape.linears[part]
         layer = LinearArguments(empty(rows, columns), norm if has_norm else None, 1e-6, None, activation)
         recorder.label = f"{where} {part} {linear.choice(layer.shape, n)}"
         out = empty(n, layer.shape.N)
-        residual = None if has_norm else out
-        linear(empty(n, columns), layer, out, residual)
-        if part == "qkv":
-            linear(empty(n, columns), layer, out, residual, waits=False)
+        if has_norm:
+            linear(empty(n, columns), layer, out, scaled=scaled)
+            if part == "qkv":  # of the first layer
+                linear(empty(n, columns), layer, out, waits=False)
+            continue
+        next_norm = norm if n > 1 and halves_norms else None
+        scaled = linear(empty(n, columns), layer, out, out, next_norm=next_norm, next_x=next_x)
+        if part == "down" and n > 1:  # of the last layer
+            linear(empty(n, columns), layer, out, out)
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     qk_norm = empty(heads + kv_heads, dim) if shape.has_qk_norm else None
     attention = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=qk_norm, eps=1e-6)
-    attend = DecodeAttention(META, [attention], 64, uses_pdl, parts)
+    attend = DecodeAttention(META, [attention], 64, uses_pdl, column_shape, split_shape)
     cache = empty(999, kv_heads, 16, dim, dtype=cache_dtype)
     scale = empty(1, dtype=torch.float32)
     angles = empty(n, 1, dim), empty(n, 1, dim)

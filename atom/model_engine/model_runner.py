@@ -24,7 +24,7 @@ from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFac
 from atom.model_engine.runner.limits import scheduler_limits
 from atom.model_engine.runner.step_profiler import StepProfiler
 from atom.model_engine.runner.step_sizes import StepSizes, largest_chunk, measured_sizes
-from atom.model_engine.runner.warm_up import warm_up_batches
+from atom.model_engine.runner.warm_up import compile_decode_kernels, warm_up_batches
 from atom.model_engine.runner.weight_format import check_cpu_weights, keeps_gguf_blocks
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
@@ -443,12 +443,21 @@ class ModelRunner(Worker):
         A short prefill on the CPU: what a large one needs is taken from the system as it is touched, and a
         start is too short for a second of proof.
         """
+        if self.device.type == "cuda" and self.model.fused is not None:
+            compile_decode_kernels(self._forward, self._decode_sizes() | {1})
         largest = CPU_WARM_UP_TOKENS if self.platform.name == "cpu" else self._chunk_tokens
         length = min(largest, self._chunk_tokens, self.max_model_len - 1)
         for number, batch in enumerate(warm_up_batches(length, self.block_size, len(self.groups)), 1):
             self._run_step(batch)
             report("warm up", number / 2)
         self.platform.synchronize()
+
+    def _decode_sizes(self) -> set[int]:
+        """Sequences of the decode steps that are recorded."""
+        compilation = self.config.compilation_config
+        if not compilation.captures_graphs:
+            return set()
+        return set(capture_sizes(compilation.capture_sizes(), self.config.max_num_seqs, self._chunk_tokens))
 
     # -- recorded graphs
 
@@ -503,8 +512,9 @@ class ModelRunner(Worker):
                 logger.info("cudagraph_mode NONE: %s needs %s", mode.name, reason)
                 return None
             prefill = []  # nothing would be recorded of them
-        decode = capture_sizes(compilation.capture_sizes(), self.config.max_num_seqs, self._chunk_tokens)
-        return GraphRecorder(forward, self.platform, self._profiler, mode, list(decode), prefill)
+        return GraphRecorder(
+            forward, self.platform, self._profiler, mode, sorted(self._decode_sizes()), prefill
+        )
 
     # -- facts and tools
 

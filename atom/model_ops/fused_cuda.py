@@ -180,7 +180,8 @@ class FusedCudaDecoder(FusedDecoder):
             return torch.zeros((max_tokens, *shape), dtype=dtype, device=device)
 
         hidden_size, vocab = self._table.shape[1], len(weight)
-        self._x = room(hidden_size)
+        self._x, self._scaled = room(hidden_size), room(hidden_size)
+        self._halves_norms = True  # whether the launch before a norm does its share of it, for several tokens
         self._qkv = room(len(first.qkv.weight))
         self._attended = room(first.output.weight.shape[1])
         self._gated = room(first.down.weight.shape[1])
@@ -236,6 +237,8 @@ class FusedCudaDecoder(FusedDecoder):
         x, qkv, attended, gated = self._x[:n], self._qkv[:n], self._attended[:n], self._gated[:n]
         cos, sin, keys = self._cos[:n], self._sin[:n], self._keys[:n]
         linear = self._linear
+        following = [layer.qkv.norm for layer in self._layers[1:]] + [None]
+        next_x, scaled = self._scaled[:n], None
         embed(input_ids, positions, self._table, self._ropes, x, cos, sin, keys, self._embed_scale)
         for index, layer in enumerate(self._layers):
             metadata = context.attn_metadata[layer.name]
@@ -250,11 +253,13 @@ class FusedCudaDecoder(FusedDecoder):
             )
             # NOTE: the first one is launched without dependence: behind it, lengths, tables and rotations may be
             # read before a kernel waits.
-            linear(x, layer.qkv, qkv, waits=index > 0)
+            linear(x, layer.qkv, qkv, waits=index > 0, scaled=scaled)
             self._attention(qkv, layer.attention, cache.k_cache, cache.v_cache, step, attended)
-            linear(attended, layer.output, x, x)
-            linear(x, layer.gate_up, gated)
-            linear(gated, layer.down, x, x)
+            halves = self._halves_norms and n > 1
+            norms = (layer.gate_up.norm, following[index]) if halves else (None, None)
+            scaled = linear(attended, layer.output, x, x, next_norm=norms[0], next_x=next_x)
+            linear(x, layer.gate_up, gated, scaled=scaled)
+            scaled = linear(gated, layer.down, x, x, next_norm=norms[1], next_x=next_x)
         hidden = self.hidden[:n]
         head(x, self._head, HeadBuffers(hidden, self.logits[:n], keys, self._flags), uses_pdl=self._uses_pdl)
         advance = None  # without rows of the tables, whoever gathered them moves on

@@ -52,6 +52,28 @@ def test_linears_of_real_shapes(shape, num_tokens):
                 assert error(out, wide) < BOUND, f"{name} {kind.choice(layer.shape, num_tokens)}"
 
 
+@pytest.mark.parametrize("num_tokens", [8, 32])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_norms_half_done_by_the_launch_before(shape, num_tokens):
+    run = DecodeLinear(torch.device("cuda"), has_gluon=IS_HOPPER, uses_pdl=IS_HOPPER)
+    for before, after in (("o", "gate_up"), ("down", "qkv")):
+        rows, columns, _, _ = shape.linears[before]
+        producer = LinearArguments(random(rows, columns, scale=columns**-0.5))
+        rows, columns, _, activation = shape.linears[after]
+        norm = 1 + random(columns, scale=0.1)
+        consumer = LinearArguments(random(rows, columns, scale=columns**-0.5), norm, 1e-6, None, activation)
+        run.reserve([producer.shape, consumer.shape])
+        x, residual = random(num_tokens, producer.shape.K), random(num_tokens, columns)
+        stream, next_x = residual.clone(), torch.full_like(residual, float("nan"))
+        out = torch.full((num_tokens, consumer.shape.N), float("nan"), dtype=HALF, device="cuda")
+        scaled = run(x, producer, stream, stream, next_norm=norm, next_x=next_x)
+        run(stream, consumer, out, scaled=scaled)
+        assert error(stream, reference.fused_linear(x.float(), producer.weight, residual=residual)) < BOUND
+        act = "silu" if activation else None
+        wide = reference.fused_linear(stream.float(), consumer.weight, norm=norm, eps=1e-6, activation=act)
+        assert error(out, wide) < BOUND, f"{before} -> {after}"
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_attention_of_real_shapes(shape, batch):

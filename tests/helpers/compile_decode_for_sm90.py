@@ -39,7 +39,7 @@ def compiled(launch):
             aligned[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0:
+            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
                 aligned[(i,)] = [["tt.divisibility", 16]]
     source_class = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = source_class(kernel, signature, constants, aligned)

@@ -57,8 +57,6 @@ varlen_types = dict(
     values=HALF,
     tables="*i32",
     rows="*i64",
-    cu_seqlens_q="*i32",
-    context_lens="*i32",
     tiles="*i32",
     output=HALF,
     scale=F32,
@@ -162,7 +160,7 @@ CASES = {
             HALF_PAD=64,
             HEADS=rotary_cache.HEADS_PER_PROGRAM,
         ),
-        dict(num_warps=2),
+        dict(num_warps=4),
     ),
     "add_rms_norm": (
         elementwise._rms_norm,

@@ -205,7 +205,10 @@ def test_tiles_with_most_keys_come_first(query_lens, context_lens, num_padding, 
     num_tokens = sum(query_lens) + num_padding
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
     found = plan_tiles(cu_seqlens, lens, num_tokens, tile).tolist()
-    assert found == list_tiles(query_lens, context_lens, num_tokens, tile)
+    assert [entry[:2] for entry in found] == list_tiles(query_lens, context_lens, num_tokens, tile)
+    for seq, _, *facts, _, _, _ in found:
+        if seq >= 0:
+            assert facts == [sum(query_lens[:seq]), query_lens[seq], context_lens[seq]]
 
 
 @pytest.mark.parametrize("uses_descriptors", [False, True])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atom.kernels.reference import decode as reference
-from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
+from atom.kernels.triton.decode_attend import AttentionLayer, ColumnShape, DecodeAttention, StepTables
 from atom.kernels.triton.decode_linear import Choice, DecodeLinear, HeadBuffers, LinearArguments, head
 from atom.kernels.triton.decode_parts import ACTIVATIONS, LOWEST, compact
 from atom.kernels.triton.decode_step import choose, embed, final_norm, prepare_decode
@@ -88,6 +88,36 @@ def test_linear_equals_its_twin(
     assert not run._workspace.arrivals.any(), "the next launch counts from zero"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["fp32", "half"])
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
+        (Choice("loop", (64, 32, 2, 3, 0)), Choice("rows", (16, 4))),
+        (Choice("rows", (16, 4)), Choice("loop", (64, 64, 2, 3, 0))),
+    ],
+    ids=["split, rows", "rows, split"],
+)
+def test_a_norm_may_be_half_done_by_the_launch_before_it(producer, consumer, dtype):
+    torch.manual_seed(7)
+    before = linear(64, 128, None, dtype, False, False)
+    layer = linear(128, 72, "silu", dtype, True, False)
+    x, residual = random(5, 64, dtype=dtype), random(5, 128, dtype=dtype)
+    run = DecodeLinear(x.device)
+    run.reserve([before.shape, layer.shape])
+    run._workspace.partial = torch.full((65 * 32 * 4 * 8,), float("nan"), device=DEVICE)
+    run._workspace.arrivals = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    run._workspace.shares.fill_(float("nan"))
+    stream, next_x = residual.clone(), torch.full_like(residual, float("nan"))
+    scaled = run(x, before, stream, stream, choice=producer, next_norm=layer.norm, next_x=next_x)
+    out, usual = (torch.empty(5, 72, dtype=dtype, device=DEVICE) for _ in range(2))
+    run(stream, layer, out, choice=consumer, scaled=scaled)
+    assert close(stream, reference.fused_linear(x, before.weight, residual=residual))
+    wanted = reference.fused_linear(stream, layer.weight, norm=layer.norm, eps=1e-5, activation="silu")
+    assert close(out, wanted)
+    run(stream, layer, usual, choice=consumer)
+    assert error(out, usual) < BOUND[dtype]
+
+
 def test_a_row_does_not_depend_on_its_company():
     layer = linear(128, 96, "silu", HALF, True, False)
     x = random(40, 128, dtype=HALF)
@@ -146,7 +176,7 @@ class Case:
             self.qkv, keys, values, self.tables, self.lens, self.slots, self.cos, self.sin, num_heads=heads,
             scale=dim**-0.5, eps=1e-6, scales=tuple(float(s) for s in scales or (1.0, 1.0)), **fields,
         )  # fmt: skip
-        run = DecodeAttention(self.qkv.device, [layer], len(self.lens), parts=(2, 4))
+        run = DecodeAttention(self.qkv.device, [layer], len(self.lens), column_shape=ColumnShape(2, 4, 64, 6))
         run._partial.fill_(float("nan"))
         run._stats.fill_(float("nan"))
         out = torch.full_like(wanted, float("nan"))

@@ -5,6 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from triton.runtime.jit import JITFunction
+
+from atom.kernels.triton.compile_ahead import compile_launches_of
+
 PROGRAM = Path(__file__).parents[1] / "helpers" / "compile_decode_for_sm90.py"
 EARLY = {
     "gemv",
@@ -14,7 +19,7 @@ EARLY = {
     "splits",
     "head_gemv",
 }  # load weights or keys before they wait
-CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1")
+CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:32")
 INDEPENDENT = {"_embed", "_prepare"}
 
 
@@ -50,3 +55,24 @@ def test_decode_kernels_compile_for_sm_90(tmp_path):
             assert facts["wide_before_wait"] >= 2, f"{name} loads nothing wide before it waits"
         if kernel == "gemv_rows":
             assert facts["barriers"] == 0, f"{name} passes something through shared memory"
+
+
+def test_what_a_step_launches_is_compiled_once_and_not_run():
+    kernel = FakeKernel()
+
+    def step():
+        for number in (3, 3, 4):
+            JITFunction.run(kernel, torch.zeros(4), number, grid=(9,), warmup=False, num_warps=2)
+
+    assert compile_launches_of(step) == 2
+    assert sorted(kernel.compiled) == [(3, (1,), 2), (4, (1,), 2)]
+
+
+class FakeKernel:
+    def __init__(self):
+        self.fn = type(self).warmup
+        self.compiled = []
+
+    def warmup(self, tensor, number, *, grid, num_warps):
+        assert tensor.shape == (4,)
+        self.compiled.append((number, grid, num_warps))

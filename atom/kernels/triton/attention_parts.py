@@ -55,12 +55,13 @@ def take_tile(
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if HAS_SOFT_CAP:
         score = soft_cap * _tanh(score * (scale / soft_cap)) * LOG2_E
+        factor = 1.0
     else:
-        score = score * (scale * LOG2_E)
+        factor = scale * LOG2_E  # positive: multiplied with the difference below, in one operation a score
     if MASKED:
         score = tl.where(visible, score, float("-inf"))
-    new_best = tl.maximum(best, tl.max(score, 1))
-    weight = tl.exp2(score - new_best[:, None])
+    new_best = tl.maximum(best, tl.max(score, 1) * factor)
+    weight = tl.exp2(score * factor - new_best[:, None])
     shrink = tl.exp2(best - new_best)
     total = total * shrink + tl.sum(weight, 1)
     if HAS_SCALES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,10 +11,30 @@ import triton
 from atom.kernels.triton import decode_fused_attention as kernels
 from atom.kernels.triton.decode_parts import pdl_options
 
-PROGRAMS = 528  # that splits aim at: four for each of 132 multiprocessors
+PROGRAMS = 264  # that splits aim at: two for each of 132 multiprocessors, which run at once
+MAX_PROGRAMS = 1056  # that there is room for
 SPLITS = (16, 8, 4, 2)
 MAX_COLUMN_PROGRAMS = 264
 LONG = 1024  # keys beyond which few sequences split them instead of the value columns
+
+
+class ColumnShape(NamedTuple):
+    """How the kernel for very few sequences is built: programs a query head, warps, keys of a tile, tiles ahead."""
+
+    parts: int
+    num_warps: int
+    keys: int
+    num_ahead: int
+
+
+class SplitShape(NamedTuple):
+    """How the kernel for batches is built: programs a kv head, keys of a tile, warps, stages, tiles sent ahead."""
+
+    splits: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    num_sent: int
 
 
 @dataclass(slots=True)
@@ -50,7 +71,8 @@ class DecodeAttention:
 
     Args:
         max_tokens: the most sequences of a step.
-        parts: programs of a query head where sequences are very few, and ``warps`` of each; None chooses.
+        column_shape: how the kernel for very few sequences is built; ``split_shape``, the one for batches; None
+            chooses.
     """
 
     def __init__(
@@ -59,14 +81,16 @@ class DecodeAttention:
         layers: list[AttentionLayer],
         max_tokens: int,
         uses_pdl: bool = False,
-        parts: tuple[int, int] | None = None,
+        column_shape: ColumnShape | None = None,
+        split_shape: SplitShape | None = None,
     ):
         self.uses_pdl = uses_pdl
-        self._parts = parts
+        self._column_shape = column_shape
+        self._split_shape = split_shape
         size, groups = 1, 1
         for layer in layers:
             group = layer.num_heads // layer.num_kv_heads
-            rows = max(PROGRAMS, layer.num_kv_heads * max_tokens) * _group_pad(group)
+            rows = max(MAX_PROGRAMS, layer.num_kv_heads * max_tokens) * group
             rows = max(rows, MAX_COLUMN_PROGRAMS)
             size = max(size, rows * layer.head_dim)
             groups = max(groups, layer.num_heads * max_tokens)
@@ -74,10 +98,10 @@ class DecodeAttention:
         self._stats = torch.zeros(2 * size // 16, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(groups, dtype=torch.int32, device=device)
 
-    def column_parts(self, layer: AttentionLayer, num_seqs: int) -> tuple[int, int] | None:
-        """Programs of a query head and their warps, where keys are not to be split; None where they are."""
-        parts, warps = self._parts or _default_parts(layer)
-        return (parts, warps) if layer.num_heads * parts * num_seqs <= MAX_COLUMN_PROGRAMS else None
+    def column_shape(self, layer: AttentionLayer, num_seqs: int) -> ColumnShape | None:
+        """The kernel where keys are not to be split; None where they are."""
+        shape = self._column_shape or column_shape(layer)
+        return shape if layer.num_heads * shape.parts * num_seqs <= MAX_COLUMN_PROGRAMS else None
 
     def __call__(
         self,
@@ -101,7 +125,7 @@ class DecodeAttention:
             splits: programs that share the keys of a kv head, whatever the number of sequences; None chooses.
         """
         num_seqs = len(qkv)
-        parts = None if splits else self.column_parts(layer, num_seqs)
+        columns = None if splits else self.column_shape(layer, num_seqs)
         group = layer.num_heads // layer.num_kv_heads
         dim, page = layer.head_dim, keys.shape[2]
         arguments = (
@@ -126,30 +150,38 @@ class DecodeAttention:
             "PDL": self.uses_pdl,
             **pdl_options(self.uses_pdl),
         }
-        if parts is not None:
-            num_parts, warps = parts
-            tile = min(128 if warps >= 16 else 64, 32 * warps * 32 // dim)
-            kernels.columns[(layer.num_heads, num_parts, num_seqs)](
+        if columns is not None:
+            kernels.columns[(layer.num_heads, columns.parts, num_seqs)](
                 *arguments, **options,
-                PARTS=num_parts, TILE=tile, AHEAD=max(2, 384 // tile) if tile >= 64 else 4, LONG=LONG,
-                num_warps=warps, num_stages=1,
+                PARTS=columns.parts, TILE=columns.keys, AHEAD=columns.num_ahead, LONG=LONG,
+                num_warps=columns.num_warps, num_stages=1,
             )  # fmt: skip
             return
-        if splits is None:
-            splits = next((s for s in SPLITS if num_seqs * layer.num_kv_heads * s <= PROGRAMS), 1)
-        kernels.splits[(layer.num_kv_heads, num_seqs, splits)](
+        shape = self._split_shape or split_shape(layer, num_seqs)
+        if splits is not None:
+            shape = shape._replace(splits=splits)
+        kernels.splits[(layer.num_kv_heads, num_seqs, shape.splits)](
             *arguments, **options,
-            GROUP_PAD=_group_pad(group), SPLITS=splits, TILE=64 if dim <= 128 else 32,
-            num_warps=2 if splits == 1 and dim <= 128 else 4, num_stages=3 if dim <= 128 else 2,
+            GROUP_PAD=max(16, triton.next_power_of_2(group)), SPLITS=shape.splits, TILE=shape.keys,
+            SENT=shape.num_sent if self.uses_pdl else 0,
+            num_warps=shape.num_warps, num_stages=shape.num_stages,
         )  # fmt: skip
 
 
-def _group_pad(group: int) -> int:
-    return max(16, triton.next_power_of_2(group))
+def split_shape(layer: AttentionLayer, num_seqs: int) -> SplitShape:
+    """The kernel for a batch: as many programs as run at once. It depends on shapes alone, so a graph can hold it."""
+    num_groups = num_seqs * layer.num_kv_heads
+    splits = next((s for s in SPLITS if num_groups * s <= PROGRAMS), 1)
+    if layer.head_dim > 128:
+        return SplitShape(splits, 32, 4, 3, 2)
+    # Tables, then keys: of five stages two hold keys. Half the registers let four programs share a multiprocessor.
+    return SplitShape(splits, 32, 4, 5, 4) if num_groups > PROGRAMS else SplitShape(splits, 64, 4, 5, 2)
 
 
-def _default_parts(layer: AttentionLayer) -> tuple[int, int]:
-    """Parts and warps; measured with 16 and 32 heads of 128 and 32 of 64."""
+def column_shape(layer: AttentionLayer) -> ColumnShape:
+    """The kernel for very few sequences; measured with 16 and 32 heads of 128 and 32 of 64."""
+    if layer.head_dim > 128:
+        return ColumnShape(4, 16, 64, 4)
     if layer.head_dim <= 64:
-        return 2, 16
-    return 4, 16 if layer.num_heads <= 16 else 8
+        return ColumnShape(4, 16, 128, 3)
+    return ColumnShape(4, 8, 64, 6) if layer.num_heads <= 16 else ColumnShape(2, 16, 128, 3)

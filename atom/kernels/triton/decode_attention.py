@@ -23,7 +23,7 @@ class DecodeShape(NamedTuple):
     num_stages: int
 
 
-SPLITS = (16, 4)  # few choices: each is a kernel to compile
+SPLITS = (16, 8, 4)  # few choices: each is a kernel to compile
 MAX_PROGRAMS = 528  # four for each of 132 multiprocessors
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from atom.kernels.triton.decode_parts import finite
+from atom.kernels.triton.decode_parts import finite, send_to_l2
 
 _NEVER = tl.constexpr(-1.0e30)  # a maximum before any score: finite, so that no difference of two is NaN
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -50,14 +50,14 @@ def _block_rows(table, token, mask, head, KV_HEADS: tl.constexpr, PAGE: tl.const
 
 
 @triton.jit
-def _new_vector(row, weight, at, channel, partner, cos, sin, eps, DIM: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Head ``at`` of a token's projection, normalised and rotated."""
-    own = tl.load(row + at * DIM + channel).to(tl.float32)
-    other = tl.load(row + at * DIM + partner).to(tl.float32)
+def _turned(own, other, of_own, of_other, cos, sin, eps, DIM: tl.constexpr, HAS_NORM: tl.constexpr):
+    """A head of a token's projection and its partners, normalised (``of_own``, ``of_other``) and rotated."""
+    own = own.to(tl.float32)
+    other = other.to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(own * own, 0) / DIM + eps)
-        own = own * scale * tl.load(weight + at * DIM + channel).to(tl.float32)
-        other = other * scale * tl.load(weight + at * DIM + partner).to(tl.float32)
+        own = own * scale * of_own.to(tl.float32)
+        other = other * scale * of_other.to(tl.float32)
     return own * cos + other * sin
 
 
@@ -149,16 +149,26 @@ def columns(
     of_key, of_value = 1.0, 1.0
     if HAS_SCALES:
         of_key, of_value = tl.load(k_scale), tl.load(v_scale)
+    at = HEADS + kv_head
+    q_norm, q_norm_other, k_norm, k_norm_other = 1.0, 1.0, 1.0, 1.0
+    if HAS_NORM:
+        q_norm = tl.load(qk_norm + head * DIM + channel)
+        q_norm_other = tl.load(qk_norm + head * DIM + partner)
+        k_norm = tl.load(qk_norm + at * DIM + channel)
+        k_norm_other = tl.load(qk_norm + at * DIM + partner)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     token_row = qkv + seq * (HEADS + 2 * KV_HEADS) * DIM
-    q = _new_vector(token_row, qk_norm, head, channel, partner, c, s, eps, DIM, HAS_NORM)
-    at = HEADS + kv_head
-    new_key = _new_vector(token_row, qk_norm, at, channel, partner, c, s, eps, DIM, HAS_NORM)
-    value_row = token_row + (HEADS + KV_HEADS + kv_head) * DIM
-    stored_key = (finite(new_key) / of_key).to(keys.dtype.element_ty)
+    q_own = tl.load(token_row + head * DIM + channel)
+    q_other = tl.load(token_row + head * DIM + partner)
+    new_own = tl.load(token_row + at * DIM + channel)
+    new_other = tl.load(token_row + at * DIM + partner)
+    value_row = token_row + (at + KV_HEADS) * DIM
     new_value = finite(tl.load(value_row + width).to(tl.float32))
+    q = _turned(q_own, q_other, q_norm, q_norm_other, c, s, eps, DIM, HAS_NORM)
+    new_key = _turned(new_own, new_other, k_norm, k_norm_other, c, s, eps, DIM, HAS_NORM)
+    stored_key = (finite(new_key) / of_key).to(keys.dtype.element_ty)
     stored_value = (new_value / of_value).to(values.dtype.element_ty)
     if (head % GROUP == 0) & (slot >= 0):
         tl.store(values + target + width, stored_value)
@@ -303,9 +313,13 @@ def splits(
     ROPES: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
+    SENT: tl.constexpr,  # tiles behind the first that are sent to the L2 cache before the wait
     PDL: tl.constexpr,
 ):
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    LINES: tl.constexpr = (
+        DIM * keys.dtype.element_ty.primitive_bitwidth + 1023
+    ) // 1024  # of 128 bytes a key
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -333,12 +347,26 @@ def splits(
     row = _block_rows(table, token, inside, kv_head, KV_HEADS, PAGE, DIM)
     tile = tl.load(keys + row[None, :] + channel[:, None], mask=inside[None, :], other=0.0)
     value = tl.load(values + row[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
+    if SENT > 0:
+        line = tl.arange(0, LINES) * (DIM // LINES)
+        for ahead in tl.static_range(1, SENT + 1):
+            token = start + ahead * TILE + index
+            row = _block_rows(table, token, token < stop, kv_head, KV_HEADS, PAGE, DIM)
+            send_to_l2(keys + row[:, None] + line[None, :])
+            send_to_l2(values + row[:, None] + line[None, :])
     c = _rotation(cos, seq, rope, channel, ROPES, ROTARY_PAD, ROTARY, 1.0)
     s = _rotation(sin, seq, rope, channel, ROPES, ROTARY_PAD, ROTARY, 0.0)
     slot, target = _slot_row(slots, seq, kv_head, KV_HEADS, PAGE, DIM)
     of_key, of_value = 1.0, 1.0
     if HAS_SCALES:
         of_key, of_value = tl.load(k_scale), tl.load(v_scale)
+    at = HEADS + kv_head
+    q_norm, q_norm_other, k_norm, k_norm_other = 1.0, 1.0, 1.0, 1.0
+    if HAS_NORM:
+        q_norm = tl.load(qk_norm + q_head[:, None] * DIM + channel[None, :])
+        q_norm_other = tl.load(qk_norm + q_head[:, None] * DIM + partner[None, :])
+        k_norm = tl.load(qk_norm + at * DIM + channel)
+        k_norm_other = tl.load(qk_norm + at * DIM + partner)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -346,10 +374,13 @@ def splits(
         token_row = qkv + seq * (HEADS + 2 * KV_HEADS) * DIM
         own = tl.load(token_row + q_head[:, None] * DIM + channel[None, :]).to(tl.float32)
         other = tl.load(token_row + q_head[:, None] * DIM + partner[None, :]).to(tl.float32)
+        new_own = tl.load(token_row + at * DIM + channel)
+        new_other = tl.load(token_row + at * DIM + partner)
+        new_value = tl.load(token_row + (at + KV_HEADS) * DIM + channel).to(tl.float32)
         if HAS_NORM:
             norm = tl.rsqrt(tl.sum(own * own, 1) / DIM + eps)[:, None]
-            own = own * norm * tl.load(qk_norm + q_head[:, None] * DIM + channel[None, :]).to(tl.float32)
-            other = other * norm * tl.load(qk_norm + q_head[:, None] * DIM + partner[None, :]).to(tl.float32)
+            own = own * norm * q_norm.to(tl.float32)
+            other = other * norm * q_norm_other.to(tl.float32)
         rotated = own * c[None, :] + other * s[None, :]
         q = rotated.to(qkv.dtype.element_ty)
         factor = scale * of_key
@@ -357,9 +388,7 @@ def splits(
         total = tl.zeros((GROUP_PAD,), tl.float32)
         acc = tl.zeros((GROUP_PAD, DIM), tl.float32)
         if (split == num_active - 1) & (length > 0):
-            at = HEADS + kv_head
-            new_key = _new_vector(token_row, qk_norm, at, channel, partner, c, s, eps, DIM, HAS_NORM)
-            new_value = tl.load(token_row + (at + KV_HEADS) * DIM + channel).to(tl.float32)
+            new_key = _turned(new_own, new_other, k_norm, k_norm_other, c, s, eps, DIM, HAS_NORM)
             stored_key = (finite(new_key) / of_key).to(keys.dtype.element_ty)
             stored_value = (finite(new_value) / of_value).to(values.dtype.element_ty)
             if slot >= 0:
@@ -382,10 +411,12 @@ def splits(
         is_last = num_active <= 1
         if num_active > 1:
             group = seq * KV_HEADS + kv_head
-            base = group * SPLITS * GROUP_PAD + member
-            tl.store(partial + (base + split * GROUP_PAD)[:, None] * DIM + channel[None, :], acc)
-            tl.store(stats + (base + split * GROUP_PAD) * 2, best)
-            tl.store(stats + (base + split * GROUP_PAD) * 2 + 1, total)
+            base = group * SPLITS * GROUP + member
+            is_head = member < GROUP
+            own_place = base + split * GROUP
+            tl.store(partial + own_place[:, None] * DIM + channel[None, :], acc, mask=is_head[:, None])
+            tl.store(stats + own_place * 2, best, mask=is_head)
+            tl.store(stats + own_place * 2 + 1, total, mask=is_head)
             tl.debug_barrier()
             is_last = tl.atomic_add(arrivals + group, 1, sem="acq_rel") == num_active - 1
             tl.debug_barrier()
@@ -394,13 +425,17 @@ def splits(
                 total = tl.zeros((GROUP_PAD,), tl.float32)
                 acc = tl.zeros((GROUP_PAD, DIM), tl.float32)
                 for i in range(0, num_active):
-                    place = base + i * GROUP_PAD
-                    peak = tl.load(stats + place * 2, cache_modifier=".cg")
+                    place = base + i * GROUP
+                    peak = tl.load(stats + place * 2, mask=is_head, other=_NEVER, cache_modifier=".cg")
+                    added = tl.load(stats + place * 2 + 1, mask=is_head, other=1.0, cache_modifier=".cg")
+                    part = tl.load(
+                        partial + place[:, None] * DIM + channel[None, :], mask=is_head[:, None], other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
                     higher = tl.maximum(best, peak)
                     shrink = tl.exp2(best - higher)
                     grow = tl.exp2(peak - higher)
-                    part = tl.load(partial + place[:, None] * DIM + channel[None, :], cache_modifier=".cg")
-                    total = total * shrink + tl.load(stats + place * 2 + 1, cache_modifier=".cg") * grow
+                    total = total * shrink + added * grow
                     acc = acc * shrink[:, None] + part * grow[:, None]
                     best = higher
                 tl.store(arrivals + group, 0)

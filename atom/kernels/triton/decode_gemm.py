@@ -2,15 +2,17 @@
 
 The weight is the tall operand of each product, the tokens are its columns, padded to 16, 32 or 64. How K is split
 depends on (N, K) alone, never on the number of tokens; splits are added in their order by the one that ends last.
+
+A norm before a product costs most where it is taken inside the loop, since its input then passes through registers.
+The launch before can do half of it: store its result times the norm's weight, and for each of its tiles the tokens'
+sums of squares over the tile, which the product's epilogue adds up.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from atom.kernels.triton.decode_parts import LOWEST, activate, pack_key
-
-_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+from atom.kernels.triton.decode_parts import LOWEST, activate, pack_key, send_to_l2
 
 
 @triton.jit
@@ -28,11 +30,14 @@ def _weight_rows(pid, N, BN: tl.constexpr, ACTIVATION: tl.constexpr):
 def _finish(
     acc,  # [BN, BM] products
     squares,  # [BM] sums of squares of the tokens
+    before,  # [BN, BM] residual
     row,
     pid,
     bias,
-    residual,
     out,
+    next_norm,
+    scaled_out,
+    squares_out,
     eps,
     M,
     N,
@@ -42,9 +47,10 @@ def _finish(
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """What comes behind the product, and the store."""
+    """What comes behind the product, and the store; for the next norm also its input and shares of the squares."""
     token = tl.arange(0, BM)
     if HAS_NORM:
         acc = acc * tl.rsqrt(squares / K + eps)[None, :]
@@ -60,11 +66,50 @@ def _finish(
     offset = token[None, :] * N + place[:, None]
     mask = (token < M)[None, :] & (place < N)[:, None]
     if HAS_RESIDUAL:
-        acc += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + offset, acc.to(out.dtype.element_ty), mask=mask)
+        acc += before.to(tl.float32)
+    result = acc.to(out.dtype.element_ty)
+    tl.store(out + offset, result, mask=mask)
+    if HAS_NEXT:
+        wide = tl.where(mask, result.to(tl.float32), 0.0)
+        factor = tl.load(next_norm + place, mask=place < N, other=0.0).to(tl.float32)
+        tl.store(scaled_out + offset, (wide * factor[:, None]).to(out.dtype.element_ty), mask=mask)
+        tl.store(squares_out + pid * BM + token, tl.sum(wide * wide, 0))
 
 
 @triton.jit
+def _residual(
+    residual,
+    pid,
+    M,
+    N,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """The residual of a tile, to be loaded while the product is still made; 0 where there is none."""
+    before = 0.0
+    if HAS_RESIDUAL:
+        tl.static_assert(ACTIVATION == 0)
+        token = tl.arange(0, BM)
+        place = pid * BN + tl.arange(0, BN)
+        mask = (token < M)[None, :] & (place < N)[:, None]
+        before = tl.load(residual + token[None, :] * N + place[:, None], mask=mask, other=0.0)
+    return before
+
+
+@triton.jit
+def _all_squares(squares_in, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, BM: tl.constexpr):
+    """Sums of squares of the tokens from the shares that another launch left."""
+    slot = tl.arange(0, SLOTS_PAD)
+    token = tl.arange(0, BM)
+    shares = tl.load(
+        squares_in + slot[:, None] * BM + token[None, :], mask=(slot < SLOTS)[:, None], other=0.0
+    )
+    return tl.sum(shares, 0)
+
+
+@triton.jit(do_not_specialize=["M"])
 def gemm_loop(
     x,
     norm,
@@ -72,6 +117,10 @@ def gemm_loop(
     bias,
     residual,
     out,
+    squares_in,  # [SLOTS, BM] fp32 of the launch that wrote x, if SLOTS > 0
+    next_norm,
+    scaled_out,  # [M, N]: out times next_norm
+    squares_out,  # [tiles, BM] fp32: shares of the sums of squares of out
     partial,  # [programs, BN + 1, BM] fp32
     arrivals,  # [tiles] int32, zero between launches
     eps,
@@ -86,6 +135,9 @@ def gemm_loop(
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
+    SLOTS: tl.constexpr,  # 0: the norm is taken here; otherwise x is scaled by it already
+    SLOTS_PAD: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -97,20 +149,22 @@ def gemm_loop(
     column = split * (K // SPLIT) + tl.arange(0, BK)
     if AHEAD > 0:
         line = split * (K // SPLIT) + tl.arange(0, AHEAD // 64) * 64
-        place = weight + row[:, None] * K + line[None, :]
-        tl.inline_asm_elementwise(_PREFETCH, "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
+        send_to_l2(weight + row[:, None] * K + line[None, :])
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     places = weight + row[:, None] * K + column[None, :]
     inputs = x + token[None, :] * K + column[:, None]
     is_token = (token < M)[None, :]
+    before = _residual(residual, pid, M, N, BN, BM, HAS_RESIDUAL, ACTIVATION)
     acc = tl.zeros((BN, BM), tl.float32)
     squares = tl.zeros((BM,), tl.float32)
+    if SLOTS > 0:
+        given = _all_squares(squares_in, SLOTS, SLOTS_PAD, BM)
     for k in range(0, K // SPLIT, BK):
         tile = tl.load(places)
         value = tl.load(inputs, mask=is_token, other=0.0)
-        if HAS_NORM:
+        if HAS_NORM and SLOTS == 0:
             wide = value.to(tl.float32)
             squares += tl.sum(wide * wide, 0)
             factor = tl.load(norm + k + column).to(tl.float32)
@@ -135,14 +189,16 @@ def gemm_loop(
                 acc += tl.load(part + index, cache_modifier=".cg")
                 squares += tl.load(part + BN * BM + token, cache_modifier=".cg")
             tl.store(arrivals + pid, 0)
+    if SLOTS > 0:
+        squares = given
     if is_last:
         _finish(
-            acc, squares, row, pid, bias, residual, out, eps, M, N, K, BN, BM,
-            HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
+            acc, squares, before, row, pid, bias, out, next_norm, scaled_out, squares_out, eps, M, N, K, BN, BM,
+            HAS_NORM, HAS_BIAS, HAS_RESIDUAL, HAS_NEXT, ACTIVATION,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_rows(
     x,
     norm,
@@ -150,6 +206,10 @@ def gemm_rows(
     bias,
     residual,
     out,
+    squares_in,  # [SLOTS, BM] fp32 of the launch that wrote x, if SLOTS > 0
+    next_norm,
+    scaled_out,  # [M, N]: out times next_norm
+    squares_out,  # [tiles, BM] fp32: shares of the sums of squares of out
     eps,
     M,
     N,
@@ -161,6 +221,9 @@ def gemm_rows(
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
+    SLOTS: tl.constexpr,  # 0: the norm is taken here; otherwise x is scaled by it already
+    SLOTS_PAD: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -178,25 +241,31 @@ def gemm_rows(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    before = _residual(residual, pid, M, N, BN, BM, HAS_RESIDUAL, ACTIVATION)
     acc = tl.zeros((SLICES, BM, BN), tl.float32)
     squares = tl.zeros((SLICES, BM), tl.float32)
+    if SLOTS > 0:
+        given = _all_squares(squares_in, SLOTS, SLOTS_PAD, BM)
     for c in tl.static_range(CHUNKS):
         place = x + token[None, :, None] * K + (c * CHUNK + column)[:, None, :]
         value = tl.load(place, mask=(token < M)[None, :, None], other=0.0)
-        if HAS_NORM:
+        if HAS_NORM and SLOTS == 0:
             wide = value.to(tl.float32)
             squares += tl.sum(wide * wide, 2)
             factor = tl.load(norm + c * CHUNK + column).to(tl.float32)
             value = (wide * factor[:, None, :]).to(value.dtype)
         acc = tl.dot(value, tl.permute(tiles[c], (0, 2, 1)), acc, input_precision="ieee")
     summed = tl.trans(tl.sum(acc, 0))
+    total = tl.sum(squares, 0)
+    if SLOTS > 0:
+        total = given
     _finish(
-        summed, tl.sum(squares, 0), row, pid, bias, residual, out, eps, M, N, K, BN, BM,
-        HAS_NORM, HAS_BIAS, HAS_RESIDUAL, ACTIVATION,
+        summed, total, before, row, pid, bias, out, next_norm, scaled_out, squares_out, eps, M, N, K, BN, BM,
+        HAS_NORM, HAS_BIAS, HAS_RESIDUAL, HAS_NEXT, ACTIVATION,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def head_gemm(
     x,  # [M, K], behind the final norm
     weight,
@@ -218,8 +287,7 @@ def head_gemm(
     token = tl.arange(0, BM)
     column = tl.arange(0, BK)
     if AHEAD > 0:
-        place = weight + row[:, None] * K + (tl.arange(0, AHEAD // 64) * 64)[None, :]
-        tl.inline_asm_elementwise(_PREFETCH, "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
+        send_to_l2(weight + row[:, None] * K + (tl.arange(0, AHEAD // 64) * 64)[None, :])
     wants_logits = tl.load(flags)
     num_valid = tl.load(flags + 1)
     if PDL:

@@ -44,10 +44,19 @@ class Choice:
 
 @dataclass(slots=True)
 class Workspace:
-    """Partial sums of splits; ``arrivals`` is zero between launches."""
+    """Partial sums of splits; ``arrivals`` is zero between launches. ``shares`` of sums of squares, by tile."""
 
     partial: torch.Tensor  # fp32
     arrivals: torch.Tensor  # int32
+    shares: torch.Tensor  # fp32
+
+
+@dataclass(slots=True)
+class Scaled:
+    """What a launch leaves for the norm behind it: ``x [M, N]`` times its weight, and shares in the workspace."""
+
+    x: torch.Tensor
+    num_shares: int
 
 
 @dataclass(slots=True)
@@ -212,6 +221,7 @@ class DecodeLinear:
         self._workspace = Workspace(
             torch.zeros(0, dtype=torch.float32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros(0, dtype=torch.float32, device=device),
         )
 
     def choice(self, shape: LinearShape, num_tokens: int) -> Choice:
@@ -232,6 +242,9 @@ class DecodeLinear:
                         size = max(size, num_tiles * split * (tall + 1) * _padded(num_tokens))
                         tiles = max(tiles, num_tiles)
         space = self._workspace
+        num_shares = max(triton.cdiv(shape.weight_rows, 8) for shape in shapes) * _padded(max_tokens)
+        if num_shares > len(space.shares):
+            space.shares = space.shares.new_zeros(num_shares)
         if size > len(space.partial):
             space.partial = space.partial.new_zeros(size)
         if tiles > len(space.arrivals):
@@ -246,7 +259,10 @@ class DecodeLinear:
         *,
         choice: Choice | None = None,
         waits: bool = True,
-    ) -> None:
+        scaled: Scaled | None = None,
+        next_norm: torch.Tensor | None = None,
+        next_x: torch.Tensor | None = None,
+    ) -> Scaled | None:
         """``out = residual + act(norm(x) @ weight^T + bias)``.
 
         Args:
@@ -255,12 +271,36 @@ class DecodeLinear:
             choice: overrides the table.
             waits: False launches this one kernel without dependence: what the kernels before it wrote is then
                 complete for it and for all that follow.
+            scaled: of the launch that wrote ``x``: the layer's norm then is half done.
+            next_norm: the norm's weight ``[N]`` of the launch behind; with it ``next_x [M, N]`` is written.
+
+        Returns:
+            What the launch behind may take as ``scaled``; None where this kernel leaves nothing.
         """
         num_tokens = len(x)
         shape = layer.shape
         choice = choice or self.choice(shape, num_tokens)
         launch = _LAUNCHES[choice.kernel]
-        launch(self._workspace, x, layer, out, residual, choice.blocks, shape, self.uses_pdl and waits)
+        uses_pdl = self.uses_pdl and waits
+        if choice.kernel in ("gemv", "gluon"):
+            launch(self._workspace, x, layer, out, residual, choice.blocks, shape, uses_pdl)
+            return None
+        launch(
+            self._workspace,
+            x,
+            layer,
+            out,
+            residual,
+            choice.blocks,
+            shape,
+            uses_pdl,
+            scaled,
+            next_norm,
+            next_x,
+        )
+        if next_norm is None:
+            return None
+        return Scaled(next_x, triton.cdiv(shape.weight_rows, choice.blocks[0]))
 
 
 def token_class(num_tokens: int) -> int:
@@ -295,24 +335,38 @@ def _launch_gluon(workspace, x, layer, out, residual, blocks, shape, uses_pdl) -
     )  # fmt: skip
 
 
-def _launch_loop(workspace, x, layer, out, residual, blocks, shape, uses_pdl) -> None:
+def _norm_options(scaled: Scaled | None, next_norm: torch.Tensor | None) -> dict[str, Any]:
+    num_shares = 0 if scaled is None else scaled.num_shares
+    return {
+        "SLOTS": num_shares,
+        "SLOTS_PAD": triton.next_power_of_2(max(1, num_shares)),
+        "HAS_NEXT": next_norm is not None,
+    }
+
+
+def _launch_loop(
+    workspace, x, layer, out, residual, blocks, shape, uses_pdl, scaled=None, next_norm=None, next_x=None
+) -> None:
     tall, width, split, stages, ahead = blocks
     wide = _padded(len(x))
     stages = min(stages, shape.K // split // width + 1, 200_000 // (width * (tall + wide) * x.element_size()))
     decode_gemm.gemm_loop[(triton.cdiv(shape.weight_rows, tall), split)](
-        x, layer.norm, layer.weight, layer.bias, residual, out, workspace.partial, workspace.arrivals,
-        layer.eps, len(x), shape.N,
+        x if scaled is None else scaled.x, layer.norm, layer.weight, layer.bias, residual, out, workspace.shares,
+        next_norm, next_x, workspace.shares, workspace.partial, workspace.arrivals, layer.eps, len(x), shape.N,
         K=shape.K, BN=tall, BM=wide, BK=width, SPLIT=split, AHEAD=ahead, **layer.flags(residual, uses_pdl),
-        num_warps=4, num_stages=max(1, stages), **pdl_options(uses_pdl),
+        **_norm_options(scaled, next_norm), num_warps=4, num_stages=max(1, stages), **pdl_options(uses_pdl),
     )  # fmt: skip
 
 
-def _launch_rows(workspace, x, layer, out, residual, blocks, shape, uses_pdl) -> None:
+def _launch_rows(
+    workspace, x, layer, out, residual, blocks, shape, uses_pdl, scaled=None, next_norm=None, next_x=None
+) -> None:
     rows, warps = blocks
     decode_gemm.gemm_rows[(triton.cdiv(shape.weight_rows, rows),)](
-        x, layer.norm, layer.weight, layer.bias, residual, out, layer.eps, len(x), shape.N,
+        x if scaled is None else scaled.x, layer.norm, layer.weight, layer.bias, residual, out, workspace.shares,
+        next_norm, next_x, workspace.shares, layer.eps, len(x), shape.N,
         K=shape.K, CHUNK=_chunk(shape.K), BN=rows, BM=_padded(len(x)), SLICES=warps,
-        **layer.flags(residual, uses_pdl), num_warps=warps, **pdl_options(uses_pdl),
+        **_norm_options(scaled, next_norm), **layer.flags(residual, uses_pdl), num_warps=warps, **pdl_options(uses_pdl),
     )  # fmt: skip
 
 

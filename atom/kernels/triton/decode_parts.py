@@ -14,6 +14,7 @@ ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 _SILU, _GELU = tl.constexpr(SILU), tl.constexpr(GELU_TANH)
 
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
+_PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 
 
 @triton.jit
@@ -25,6 +26,12 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
     else:
         value = gate / (1.0 + tl.exp(-gate)) * up
     return value
+
+
+@triton.jit
+def send_to_l2(places):
+    """Bring the cache lines at ``places`` to the L2 cache, without waiting."""
+    tl.inline_asm_elementwise(_PREFETCH, "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -94,7 +94,7 @@ def rotate_and_write(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     heads_per_program: int = HEADS_PER_PROGRAM,
-    num_warps: int = 2,
+    num_warps: int = 4,
 ) -> None:
     """Norm and rotate the query and key heads of ``qkv`` where they are, and store its keys and values.
 

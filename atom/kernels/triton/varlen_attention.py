@@ -82,9 +82,13 @@ def _plan(
         is_equal = (rest > 0) & (rest % TILE == 0) & (rest // TILE <= count[None, :])
         place += tl.sum((is_equal & (seq[None, :] < lane_seq[:, None])).to(tl.int32), 1)
     padding = tl.load(cu_seqlens_q + num_seqs) + (number - total) * TILE
-    target = tiles + tl.where(is_tile, place, number) * 2
-    tl.store(target, tl.where(is_tile, lane_seq, -1), mask=number < bound)
-    tl.store(target + 1, tl.where(is_tile, local * TILE, padding), mask=number < bound)
+    target = tiles + tl.where(is_tile, place, number) * 8
+    is_entry = number < bound
+    tl.store(target, tl.where(is_tile, lane_seq, -1), mask=is_entry)
+    tl.store(target + 1, tl.where(is_tile, local * TILE, padding), mask=is_entry)
+    tl.store(target + 2, tl.load(cu_seqlens_q + lane_seq), mask=is_entry)
+    tl.store(target + 3, query_len, mask=is_entry)
+    tl.store(target + 4, tl.load(context_lens + lane_seq), mask=is_entry)
 
 
 # Steps have any number of tokens: none is worth a compilation of its own.
@@ -97,8 +101,6 @@ def _varlen(
     values,
     tables,
     rows,
-    cu_seqlens_q,
-    context_lens,
     tiles,
     sinks,
     output,
@@ -131,9 +133,12 @@ def _varlen(
     PAGED_K: tl.constexpr,
 ):
     head = tl.program_id(0)
-    entry = tiles + tl.program_id(1) * 2
+    entry = tiles + tl.program_id(1) * 8
     seq = tl.load(entry)
     offset = tl.load(entry + 1)  # of the tile's first token in its sequence; of padding in the step
+    first_token = tl.load(entry + 2)
+    query_len = tl.load(entry + 3)
+    context_len = tl.load(entry + 4)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_PAD)
     row_token = row // GROUP
@@ -146,15 +151,12 @@ def _varlen(
         tl.store(target, tl.zeros((ROWS, DIM_PAD), output.dtype.element_ty), mask=mask)
         return
 
-    first_token = tl.load(cu_seqlens_q + seq)
-    query_len = tl.load(cu_seqlens_q + seq + 1) - first_token
-    context_len = tl.load(context_lens + seq)
     prefix = tl.maximum(context_len - query_len, 0)
     token = (first_token + offset + row_token).to(tl.int64)
     q_mask = (is_row & (offset + row_token < query_len))[:, None] & (dim < DIM)[None, :]
-    tile = tl.load(
-        q + token[:, None] * q_token + q_heads[:, None] * q_head + dim[None, :], mask=q_mask, other=0.0
-    )
+    q_rows = q + token[:, None] * q_token + q_heads[:, None] * q_head + dim[None, :]
+    # Selected rather than loaded with zeros: a result, unlike a load, stays in registers as an operand of products.
+    tile = tl.where(q_mask, tl.load(q_rows, mask=q_mask), tl.zeros((ROWS, DIM_PAD), q.dtype.element_ty))
     best = tl.full((ROWS,), NEVER, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM_PAD), tl.float32)
@@ -242,7 +244,9 @@ def tile_shape(dtype: torch.dtype, dim_pad: int, group: int, can_describe: bool)
         return TileShape(64, 32, 4 if dim_pad <= 128 else 8, 2, False)
     if dim_pad > 128:
         return TileShape(max(64, triton.next_power_of_2(group)), 32, 8, 2, False)
-    return TileShape(128, 128 if dim_pad == 128 else 64, 8, 2, can_describe)
+    if dim_pad == 128 and can_describe:
+        return TileShape(64, 64, 4, 3, True)
+    return TileShape(128, 64, 8, 3, can_describe)
 
 
 def layer_tile_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> TileShape:
@@ -254,14 +258,16 @@ def layer_tile_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> TileS
 def plan_tiles(
     cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, num_tokens: int, tile_tokens: int
 ) -> torch.Tensor:
-    """Where each program of :func:`varlen_attention` works: ``[bound, 2]`` int32 of (sequence, first token in it).
+    """Where each program of :func:`varlen_attention` works: ``[bound, 8]`` int32.
 
-    Tiles with most keys come first; the rest are -1 and the step's tokens behind the last sequence, in tiles alike.
+    Sequence, first token in it, then what a program would have to look up behind these: the sequence's first token
+    in the step, its query length, its context length; the rest is room. Tiles with most keys come first; behind them
+    come -1 and the step's tokens behind the last sequence, in tiles alike.
     Launches one kernel and reads nothing back.
     """
     num_seqs = len(context_lens)
     bound = triton.cdiv(num_tokens, tile_tokens) + num_seqs
-    tiles = torch.empty((bound, 2), dtype=torch.int32, device=cu_seqlens_q.device)
+    tiles = torch.empty((bound, 8), dtype=torch.int32, device=cu_seqlens_q.device)
     _plan[(triton.cdiv(bound, PLAN_LANES),)](
         cu_seqlens_q,
         context_lens,
@@ -333,8 +339,6 @@ def varlen_attention(
         values,
         block_tables,
         table_rows,
-        cu_seqlens_q,
-        context_lens,
         tiles,
         sinks,
         output,

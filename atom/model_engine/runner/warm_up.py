@@ -1,9 +1,32 @@
-"""The steps that a worker runs before it serves: the largest prefill, and a decode."""
+"""The steps that a worker runs before it serves: the largest prefill, and a decode; their kernels come first."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 
 from atom.core import ScheduledBatch, Sequence
+from atom.model_engine.runner.forward_pass import ForwardPass
 from atom.sampling_params import SamplingParams
+from atom.utils.logging import init_logger
+
+logger = init_logger(__name__)
+
+
+def compile_decode_kernels(forward: ForwardPass, sizes: Iterable[int]) -> None:
+    """Compile side by side what fused decode steps of ``sizes`` sequences launch, not one after the other."""
+    from atom.kernels.triton.compile_ahead import compile_launches_of
+
+    most = forward.model.fused.max_tokens
+
+    def rehearse() -> None:
+        for size in sorted(set(sizes)):
+            if size <= most:
+                forward.rehearse(size, size, False)
+                forward.run_rehearsed()
+
+    began = time.monotonic()
+    count = compile_launches_of(rehearse, forward.device)
+    logger.info("%d kernels of decode steps ready in %.2f s", count, time.monotonic() - began)
+
 
 _FIRST_BLOCK_END = 15  # the upper bound of a decode row's position that the host knows
 

@@ -11,7 +11,7 @@ import triton
 from atom.kernels.triton import decode_fused_attention as kernels
 from atom.kernels.triton.decode_parts import pdl_options
 
-PROGRAMS = 264  # that splits aim at: two for each of 132 multiprocessors, which run at once
+PROGRAMS = 264  # two for each of 132 multiprocessors, which run at once
 MAX_PROGRAMS = 1056  # that there is room for
 SPLITS = (16, 8, 4, 2)
 MAX_COLUMN_PROGRAMS = 264
@@ -169,13 +169,14 @@ class DecodeAttention:
 
 
 def split_shape(layer: AttentionLayer, num_seqs: int) -> SplitShape:
-    """The kernel for a batch: as many programs as run at once. It depends on shapes alone, so a graph can hold it."""
+    """The kernel for a batch. It depends on shapes alone, so a graph can hold it.
+
+    Few sequences gain from more programs than run at once; from 256 groups on one program a group was the fastest.
+    """
     num_groups = num_seqs * layer.num_kv_heads
-    splits = next((s for s in SPLITS if num_groups * s <= PROGRAMS), 1)
-    if layer.head_dim > 128:
-        return SplitShape(splits, 32, 4, 3, 2)
-    # Tables, then keys: of five stages two hold keys. Half the registers let four programs share a multiprocessor.
-    return SplitShape(splits, 32, 4, 5, 4) if num_groups > PROGRAMS else SplitShape(splits, 64, 4, 5, 2)
+    limit = 2 * PROGRAMS if num_groups <= PROGRAMS // 2 else PROGRAMS
+    splits = next((s for s in SPLITS if num_groups * s <= limit), 1)
+    return SplitShape(splits, 32 if layer.head_dim > 128 else 64, 4, 3, 0)
 
 
 def column_shape(layer: AttentionLayer) -> ColumnShape:

@@ -133,7 +133,12 @@ def main(argv: list[str] | None = None) -> int:
     from atom import LLMEngine
 
     longest = max(load.context + load.new_tokens for load in LOADS)
-    fields = {"device": "cpu", "max_model_len": longest + 16, "max_num_seqs": 16, "num_threads": args.num_threads}
+    fields = {
+        "device": "cpu",
+        "max_model_len": longest + 16,
+        "max_num_seqs": 16,
+        "num_threads": args.num_threads,
+    }
     try:
         with (
             LLMEngine(args.model, **fields) as plain,

@@ -38,7 +38,11 @@ FORMATS = {
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 2048}
-    made = {name: make_tiny_model(root / name, name, **sizes) for name in ("gemma3", "qwen3")}
+    vocabularies = {"gemma3": 2048, "qwen3": 320}  # sampled by native kernels, and by the reference
+    made = {
+        name: make_tiny_model(root / name, name, vocab_size=size, **sizes)
+        for name, size in vocabularies.items()
+    }
     return made | {"gguf": write_gguf(made["qwen3"], root / "q8.gguf", "Q8_0")}
 
 
@@ -172,6 +176,10 @@ def test_a_machine_without_native_kernels_refuses(monkeypatch):
 
 @needs_native
 def test_a_model_that_no_native_step_runs_is_refused(folders, monkeypatch):
-    monkeypatch.setattr("atom.model_ops.fused_cpu._why_not", lambda decoder: "a weight is packed for another kernel")
-    with pytest.raises(ConfigError, match="--deterministic needs steps .*a weight is packed for another kernel"):
+    monkeypatch.setattr(
+        "atom.model_ops.fused_cpu._why_not", lambda decoder: "a weight is packed for another kernel"
+    )
+    with pytest.raises(
+        ConfigError, match="--deterministic needs steps .*a weight is packed for another kernel"
+    ):
         new_driver(folders["qwen3"], dtype="float32")

@@ -11,6 +11,7 @@
 #define PANEL 64        /* rows, or columns of head_dim, that lie together */
 #define DEPTH 128       /* of head_dim at once: 64 x 128 query elements stay in L1 */
 #define ROWS_AT_ONCE 6
+#define FEW_ROWS 4 /* up to here keys and columns lie along the lanes, and not rows */
 #define WIDE (NUM_REGISTERS == 32 ? 4 : 2) /* 6 x 4 accumulators of 32 registers, or 6 x 2 of 16 */
 
 /* c [rows, PANEL] += a b, for nv vectors of columns of b [depth, PANEL]. */
@@ -221,12 +222,137 @@ static void clear_rows(const atom_attention_args *a, tile *t, int64_t padded) {
             memset(t->sums[panel][d / PANEL], 0, min64(PANEL, padded - panel * PANEL) * sizeof t->sums[0][0][0]);
 }
 
+#if defined(V512)
+/* ---- a few rows, as a token alone has them: the same sums in the same order, straight from the cache ----
+ *
+ * Keys lie along the lanes for the scores, and columns for the values, so that no lane is idle for want of rows.
+ */
+
+/* out[i] = element i of LANES keys at these offsets. */
+INLINE void transpose_keys(const void *cache, const int64_t *offsets, int64_t d, const int is_bf16, vf out[LANES]) {
+    __m512 a[16], b[16];
+    for (int i = 0; i < 16; i++)
+        a[i] = (__m512)load_cached(cache, offsets[i] + d, is_bf16);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) /* a[i + j]: in each quarter q, element 4 q + j of keys i .. i + 3 */
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_shuffle_ps(b[i + j], b[i + 2 + j], 0x44);
+            a[i + 2 * j + 1] = _mm512_shuffle_ps(b[i + j], b[i + 2 + j], 0xee);
+        }
+    for (int j = 0; j < 4; j++) {
+        __m512 low = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x88), low1 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x88);
+        __m512 high = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xdd), high1 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xdd);
+        out[j] = (vf)_mm512_shuffle_f32x4(low, low1, 0x88);
+        out[4 + j] = (vf)_mm512_shuffle_f32x4(high, high1, 0x88);
+        out[8 + j] = (vf)_mm512_shuffle_f32x4(low, low1, 0xdd);
+        out[12 + j] = (vf)_mm512_shuffle_f32x4(high, high1, 0xdd);
+    }
+}
+
+/* scores [keys, PANEL], its first LANES columns; offsets: of the keys and 2 LANES repetitions of the last. */
+INLINE void few_scores(const int rows, const int is_bf16, const void *cache, const int64_t *offsets, int64_t num_keys, int64_t size,
+                       const float *queries, float *scores) {
+    for (int64_t k = 0; k < num_keys; k += 2 * LANES) {
+        vf sums[2][FEW_ROWS] = {};
+        for (int64_t d = 0; d < size; d += LANES) {
+            vf keys[2][LANES];
+            transpose_keys(cache, offsets + k, d, is_bf16, keys[0]);
+            transpose_keys(cache, offsets + k + LANES, d, is_bf16, keys[1]);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 4
+                for (int row = 0; row < rows; row++) {
+                    vf query = v_set(queries[(d + i) * PANEL + row]);
+                    sums[0][row] += keys[0][i] * query;
+                    sums[1][row] += keys[1][i] * query;
+                }
+        }
+        for (int64_t i = 0; i < min64(2 * LANES, num_keys - k); i++) {
+            v_store(scores + (k + i) * PANEL, v_set(0));
+            for (int row = 0; row < rows; row++)
+                scores[(k + i) * PANEL + row] = sums[i / LANES][row][i % LANES];
+        }
+    }
+}
+
+/* sums [rows, PANEL] += weights [keys, PANEL]^T times nv vectors of columns of the values at these offsets. */
+INLINE void few_values(const int rows, const int nv, const int is_bf16, const float *weights, int64_t num_keys, const void *cache,
+                       const int64_t *offsets, int64_t column, float *sums) {
+    vf totals[FEW_ROWS][4];
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++)
+            totals[row][j] = v_load(sums + row * PANEL + j * LANES);
+    for (int64_t k = 0; k < num_keys; k++) {
+        vf value[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++)
+            value[j] = load_cached(cache, offsets[k] + column + j * LANES, is_bf16);
+#pragma GCC unroll 4
+        for (int row = 0; row < rows; row++) {
+            vf weight = v_set(weights[k * PANEL + row]);
+#pragma GCC unroll 4
+            for (int j = 0; j < nv; j++)
+                totals[row][j] += weight * value[j];
+        }
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++)
+            v_store(sums + row * PANEL + j * LANES, totals[row][j]);
+}
+
+INLINE void attend_few(const int rows, const int is_bf16, const atom_attention_args *a, tile *t, const int32_t *table,
+                       int64_t kv_head, int64_t low, int64_t num_keys) {
+    int64_t size = a->head_dim, offsets[KEYS + 2 * LANES], d;
+    for (int64_t k = 0; k < num_keys + 2 * LANES; k++)
+        offsets[k] = k < num_keys ? cache_row(a, table, kv_head, low + k) : offsets[k - 1];
+    few_scores(rows, is_bf16, a->keys, offsets, num_keys, size, t->queries[0][0], t->scores[0]);
+    finish_scores(a, t, 0, LANES, low, num_keys);
+    soften_panel(t, 0, LANES, low, num_keys, size);
+    for (d = 0; d + 4 * LANES <= size; d += 4 * LANES)
+        few_values(rows, 4, is_bf16, t->scores[0], num_keys, a->values, offsets, d, t->sums[0][d / PANEL][0]);
+    for (; d < size; d += LANES)
+        few_values(rows, 1, is_bf16, t->scores[0], num_keys, a->values, offsets, d, t->sums[0][d / PANEL][0] + d % PANEL);
+}
+
+#define FEW(rows)                                                                                                                 \
+    static void __attribute__((noinline)) atom_attend_few##rows(const atom_attention_args *a, tile *t, const int32_t *table,      \
+                                                                int64_t kv_head, int64_t low, int64_t num_keys) {                 \
+        if (a->cache_is_bf16)                                                                                                     \
+            attend_few(rows, 1, a, t, table, kv_head, low, num_keys);                                                             \
+        else                                                                                                                      \
+            attend_few(rows, 0, a, t, table, kv_head, low, num_keys);                                                             \
+    }
+FEW(1)
+FEW(2)
+FEW(3)
+FEW(4)
+#endif
+
 /* The rows' attention to positions [start, end) of those that they see. */
 static void attend(const atom_attention_args *a, tile *t, int64_t seq, int64_t kv_head, int64_t num_rows, int64_t start, int64_t end) {
     int64_t size = a->head_dim, padded = ceil_div(num_rows, 16) * 16;
     const int32_t *table = a->block_tables + seq * a->table_stride;
     for (int64_t low = start, high; low < end; low = high) {
         high = min64(end, (low / KEYS + 1) * KEYS);
+#if defined(V512)
+        if (num_rows <= FEW_ROWS) {
+            int64_t num_keys = min64(high, t->positions[num_rows - 1] + 1) - low;
+            switch (num_rows) {
+            case 1: atom_attend_few1(a, t, table, kv_head, low, num_keys); break;
+            case 2: atom_attend_few2(a, t, table, kv_head, low, num_keys); break;
+            case 3: atom_attend_few3(a, t, table, kv_head, low, num_keys); break;
+            case 4: atom_attend_few4(a, t, table, kv_head, low, num_keys); break;
+            }
+            continue;
+        }
+#endif
         if (a->cache_is_bf16)
             load_keys(a, t, table, kv_head, low, high, 1);
         else

@@ -85,12 +85,11 @@ def seconds_of(engine: "LLMEngine", prompts: list[list[int]], new_tokens: int) -
 
 
 def speed(engine: "LLMEngine", load: Load, prompts: list[list[int]]) -> float:
-    """Tokens a second. Prompts must be new to the engine."""
+    """Tokens a second. Prompts must be new to the engine for prefill, and known to it for decode."""
     first = seconds_of(engine, prompts, 1)
     if load.new_tokens == 1:
         return load.num_seqs * load.context / first
-    # The prompts are cached now, but for their last block: what remains of them is in both measurements.
-    first = seconds_of(engine, prompts, 1)
+    # The prompts are cached, but for their last block: what remains of them is in both measurements.
     rest = seconds_of(engine, prompts, load.new_tokens) - first
     return load.num_seqs * (load.new_tokens - 1) / max(1e-9, rest)
 
@@ -101,8 +100,12 @@ def measure(engines: Sequence["LLMEngine"], rounds: int, loads: Sequence[Load] =
     costs = []
     for load in loads:
         best = [0.0, 0.0]
+        asked: list[list[int]] = []
         for number in range(rounds):
-            asked = [prompts.take(load.context) for _ in range(load.num_seqs)]
+            if load.new_tokens == 1 or not asked:
+                asked = [prompts.take(load.context) for _ in range(load.num_seqs)]
+                for engine in engines if load.new_tokens > 1 else ():
+                    seconds_of(engine, asked, 1)
             for turn in range(2):
                 index = (number + turn) % 2  # neither always comes first
                 best[index] = max(best[index], speed(engines[index], load, asked))

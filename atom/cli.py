@@ -25,7 +25,7 @@ usage: atom COMMAND ...
 
   serve MODEL [flags]               serve a model over HTTP (OpenAI's API)
   generate MODEL [-p PROMPT] ...    print what a model answers; the prompt comes from standard input if none is given
-  bench KIND [flags]                measure: serve (a running server), host, text, cpu or quality
+  bench KIND [flags]                measure: serve (a running server), host, text, cpu, quality or determinism
   doctor [--json]                   what this machine has, what it lacks and which variables are set
   cache list|clear [flags]          what ATOM keeps on disk: compiled graphs, tokenizers, the demo model
 
@@ -106,6 +106,7 @@ BENCHMARKS = {
     "text": "text_pipeline",
     "cpu": "cpu_suite",
     "quality": "cpu_quality",
+    "determinism": "cpu_deterministic",
 }
 
 
@@ -114,7 +115,7 @@ def bench(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: atom bench KIND [flags]\n")
         for kind, module in BENCHMARKS.items():
-            print(f"  {kind:<8} python -m atom.benchmarks.{module}")
+            print(f"  {kind:<11} python -m atom.benchmarks.{module}")
         return 0 if argv else 2
     if argv[0] not in BENCHMARKS:
         raise ConfigError(

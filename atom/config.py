@@ -84,6 +84,9 @@ class Config:
         None, "Round weights to this while loading, on the CPU; None: as the model stores them."
     )
 
+    deterministic: bool = opt(
+        False, "Answers whose bits do not depend on batch, chunks, prefix cache or preemption; on the CPU."
+    )
     attention_backend: Literal["auto", "cpu_paged", "flash_attention", "reference", "triton"] = opt(
         "auto", "How attention is computed; auto: the device's first that supports the model."
     )
@@ -372,6 +375,7 @@ class Config:
             "attention_backend",
             "gguf_dtype",
             "cpu_weights",
+            "deterministic",
             "device",
             "kv_cache_block_size",
             "kv_cache_dtype",

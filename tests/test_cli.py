@@ -127,7 +127,7 @@ def test_flags_become_fields():
         "--model m --block-size 32 --kv-cache-memory 2GiB --max-num-seqs 8 --no-enable-prefix-caching "
         "--no_enable_chunked_prefill --load-dummy -tp 4 -dcp 2 -dp 3 --enable-eplb --device cpu --dtype float32 "
         "--loop plain --prefix-hash-seed 7 --max-consecutive-prefill-steps 0 --lm-head-dtype int8 --num-threads 2 "
-        "--gguf-dtype dequantize --cpu-weights int8_a8 "
+        "--gguf-dtype dequantize --cpu-weights int8_a8 --deterministic "
         "--cudagraph-capture-sizes [1,2,4] --all2all-backend low-latency --enable-tbo all --throughput-log-interval 5 "
         '--eplb-config {"num_redundant_experts":2} --kv-transfer-config {"kv_connector":"x"}'
     )
@@ -144,6 +144,7 @@ def test_flags_become_fields():
     assert (config.prefix_hash_seed, config.max_consecutive_prefill_steps, config.num_threads) == (7, 0, 2)
     assert config.lm_head_dtype == "int8"
     assert (config.gguf_dtype, config.cpu_weights) == ("dequantize", "int8_a8")
+    assert config.deterministic
     assert config.compilation_config.cudagraph_capture_sizes == (1, 2, 4)
     assert config.enable_low_latency and config.enable_tbo and config.enable_tbo_decode
     assert config.throughput_log_interval == 5.0
@@ -199,7 +200,7 @@ def test_json_object_values():
         (
             ["bench", "sreve"],
             2,
-            "KIND must be one of serve, host, text, cpu, quality, got 'sreve'; did you mean 'serve'",
+            "KIND must be one of serve, host, text, cpu, quality, determinism, got 'sreve'; did you mean 'serve'",
         ),
         (["bench", "serve", "--model", "x", "--backend", "vlm"], 2, "did you mean 'vllm'"),
     ],

@@ -83,6 +83,7 @@ DEFAULTS = {
     "attention_backend": "auto",
     "gguf_dtype": "auto",
     "cpu_weights": None,
+    "deterministic": False,
     "num_threads": None,
 }
 

@@ -59,6 +59,7 @@ class EngineArgs:
     attention_backend: str = same("attention_backend")
     gguf_dtype: str = same("gguf_dtype")
     cpu_weights: str | None = same("cpu_weights")
+    deterministic: bool = same("deterministic")
 
     device: str = same("device")
     num_threads: int | None = same("num_threads")

@@ -16,6 +16,7 @@ from atom.errors import ConfigError
 from atom.kernels.cpu.native.library import native_library
 from atom.kernels.reference import sampling as reference_sampling
 from atom.kernels.registry import selected_kernels
+from atom.model_engine.runner.determinism import check_deterministic
 from atom.model_engine.runner.device_timer import make_device_timer
 from atom.model_engine.runner.forward_mode import capture_sizes, token_graph_sizes
 from atom.model_engine.runner.forward_pass import ForwardPass, ForwardResult
@@ -83,6 +84,7 @@ class ModelRunner(Worker):
             in_eighths=self.platform.supports("device_graphs")
         )  # read now: a bad value is said before weights are read
         check_cpu_weights(self.config, self.platform.name)
+        check_deterministic(self.config, self.platform.name)
         self.device = self.platform.device()
         if self.platform.name == "cpu":
             num_threads = config.num_threads or self.platform.default_num_threads
@@ -293,10 +295,13 @@ class ModelRunner(Worker):
             advance = tables.computed, tables.last_token
             most = self.config.max_num_seqs
             fused, reason = fused_cuda_decoder(decoder, self.platform, max_tokens=most, advance=advance)
+        if reason is not None and self.config.deterministic:
+            raise ConfigError(f"--deterministic needs steps that are one native call: {reason}")
         if reason is not None:
             logger.info("steps run module by module: %s", reason)
         elif fused is not None and self.platform.name == "cpu":
-            logger.info("a step is one native call")
+            kind = ", whose bits do not depend on the batch" if self.config.deterministic else ""
+            logger.info("a step is one native call%s", kind)
         return fused
 
     def _fuse_on_cpu(self, decoder: DenseDecoder | None) -> tuple[FusedDecoder | None, str | None]:
@@ -306,7 +311,7 @@ class ModelRunner(Worker):
             return None, f"they are compiled (level {self.config.compilation_level:d})"
         if self.config.mark_trace:
             return None, "--mark-trace labels modules"
-        return fuse_on_cpu(decoder)
+        return fuse_on_cpu(decoder, is_uniform=self.config.deterministic)
 
     def _run_step(self, batch: ScheduledBatch) -> None:
         """A step from launch to result, for steps that nobody asked for."""

@@ -33,11 +33,17 @@ _HEAD_DIM_STEP, _MAX_HEAD_DIM = 16, 512  # of the native attention
 _MIN_TOKENS = 16  # that a program is built for
 
 
-def fuse_on_cpu(decoder: DenseDecoder | None) -> tuple[CpuFusedDecoder | None, str | None]:
-    """The loaded decoder as a native program, or None and the reason."""
+def fuse_on_cpu(
+    decoder: DenseDecoder | None, *, is_uniform: bool = False
+) -> tuple[CpuFusedDecoder | None, str | None]:
+    """The loaded decoder as a native program, or None and the reason.
+
+    With ``is_uniform`` a token's bits depend on its sequence alone: neither on what else is in the step nor on how
+    the sequence was cut into steps.
+    """
     library = native_library()
     reason = "there are no native kernels" if library is None else _why_not(decoder)
-    return (CpuFusedDecoder(decoder, library), None) if reason is None else (None, reason)
+    return (CpuFusedDecoder(decoder, library, is_uniform), None) if reason is None else (None, reason)
 
 
 def _why_not(decoder: DenseDecoder | None) -> str | None:
@@ -68,9 +74,10 @@ class CpuFusedDecoder(FusedDecoder):
     The hidden states that it returns lie in a buffer of its own and die at the next step.
     """
 
-    def __init__(self, decoder: DenseDecoder, library: NativeLibrary):
+    def __init__(self, decoder: DenseDecoder, library: NativeLibrary, is_uniform: bool = False):
         self._decoder = decoder
         self._library = library
+        self._is_uniform = is_uniform
         # A cache group is what shares a window, see CausalLM.cache_groups; one layer's name stands for it.
         windows: dict[int | None, str] = {}
         for layer in decoder.layers:
@@ -133,7 +140,7 @@ class CpuFusedDecoder(FusedDecoder):
         head.is_done = True
         if not len(rows):
             return
-        if head.is_argmax:
+        if head.is_argmax and not self._needs_capped_best:
             ids, self._best = np.empty(len(rows), np.int64), np.empty(len(rows), np.float32)
             head.best_ids = torch.from_numpy(ids)
             step.best_ids, step.best = ids.ctypes.data, self._best.ctypes.data
@@ -145,10 +152,20 @@ class CpuFusedDecoder(FusedDecoder):
         vocab_size = self._decoder.head.num_embeddings
         head.logits = torch.from_numpy(self._logits[: len(rows), :vocab_size])
 
+    @property
+    def _needs_capped_best(self) -> bool:
+        """Whether the best id is one of capped logits, which may be equal where the logits are not.
+
+        A row beside one that is sampled at random has those; where steps must agree, all rows do.
+        """
+        return self._is_uniform and self._decoder.logits_soft_cap is not None
+
     def _cap(self, logits: torch.Tensor) -> None:
         cap = self._decoder.logits_soft_cap
         if cap is not None:
-            logits.div_(cap).tanh_().mul_(cap)
+            # PyTorch computes the ends of its vector loops otherwise, and where they are depends on the number of rows.
+            for rows in logits.split(1) if self._is_uniform else (logits,):
+                rows.div_(cap).tanh_().mul_(cap)
 
     # -- the program
 
@@ -210,7 +227,9 @@ class CpuFusedDecoder(FusedDecoder):
             norm(layer.input_norm, normed)
             program.linear(_weight(layer.qkv), normed, qkv)
             program.rope(_rope_args(layer, qkv, cache), group, rotations[id(layer.rope)])
-            program.attention(_attention_args(layer.attention, qkv, attended, cache), group)
+            attention = _attention_args(layer.attention, qkv, attended, cache)
+            attention.is_uniform = self._is_uniform
+            program.attention(attention, group)
             if index == len(decoder.layers) - 1:
                 program.keep_rows(attended, program.x)
             add(layer.output, attended, layer.post_attention_norm)

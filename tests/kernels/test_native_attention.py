@@ -196,13 +196,36 @@ def test_bits_do_not_depend_on_threads_batch_or_chunks():
         start += length
 
 
-def test_uniform_bits_do_not_depend_on_how_many_tokens_come_together():
-    case = Case([40], [340], head_dim=256, is_uniform=True)
-    q, keys, values, table, _ = case.inputs()
-    together = native(case, q, keys, values, table, None)
-    for i in (0, 7, 39):
-        one = Case([1], [301 + i], head_dim=256, is_uniform=True)
-        assert torch.equal(native(one, q[i : i + 1], keys, values, table, None), together[i : i + 1])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([40], [340], head_dim=256),
+        Case([300], [1500], num_heads=2, window=37),  # a window at odd positions, over spans
+        Case([70], [2100], num_heads=3, head_dim=80, window=700, has_sinks=True),
+        Case([90], [1100], num_heads=12, num_kv_heads=2, dtype=torch.float32, soft_cap=5.0),
+        Case(
+            [33], [1100], num_heads=20, head_dim=16, has_sinks=True
+        ),  # more rows than a token alone may have
+        Case([60], [1030], num_heads=1, block_size=5, dtype=torch.float32, has_sinks=True),
+    ],
+)
+def test_uniform_bits_do_not_depend_on_how_many_tokens_come_together(case):
+    case = dataclasses.replace(case, is_uniform=True)
+    inputs = q, keys, values, table, sinks = case.inputs()
+    together = native(case, *inputs)
+    torch.testing.assert_close(together, reference(case, *inputs), rtol=2e-5, atol=5e-6)
+    count, context = len(q), case.context_lens[0]
+    before = library.num_threads
+    try:
+        for num_threads in (1, 2):
+            library.set_threads(num_threads)
+            for first, length in ((0, 1), (7, 1), (count - 1, 1), (3, 2), (5, 25), (0, count)):
+                end = context - count + first + length
+                part = dataclasses.replace(case, query_lens=[length], context_lens=[end])
+                rows = slice(first, first + length)
+                assert torch.equal(native(part, q[rows], keys, values, table, sinks), together[rows])
+    finally:
+        library.set_threads(before)
 
 
 def test_nan_in_a_query_reaches_its_own_row_only():

@@ -205,8 +205,8 @@ typedef struct {
     const int32_t *cu_seqlens_q; /* [seqs + 1] */
     const int32_t *context_lens; /* [seqs], the step's tokens included; 0: write zeros */
     int64_t num_seqs, num_tokens; /* tokens behind the last sequence's are zeroed */
-    /* 1: every token goes the way of prefill, so that its bits do not depend on how many come with it; slower for one token.
-     * Without it they do not depend on the other sequences or on the threads, only on the way taken. */
+    /* 1: a token alone is computed as prefill computes many, so that its bits do not depend on how many come with it; slower
+     * for one token. Without it they do not depend on the other sequences or on the threads, only on the way taken. */
     int32_t is_uniform;
 } atom_attention_args;
 void atom_attention(atom_worker *w, const atom_attention_args *a);

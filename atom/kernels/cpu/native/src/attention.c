@@ -17,8 +17,8 @@ typedef struct {
 } plan;
 
 static int is_prefill(const atom_attention_args *a, int64_t seq) {
-    int64_t queries = a->cu_seqlens_q[seq + 1] - a->cu_seqlens_q[seq];
-    return a->context_lens[seq] > 0 && queries > (a->is_uniform ? 0 : MAX_DECODE_QUERIES);
+    int64_t queries = a->cu_seqlens_q[seq + 1] - a->cu_seqlens_q[seq], group = a->num_heads / a->num_kv_heads;
+    return a->context_lens[seq] > 0 && queries > (!a->is_uniform ? MAX_DECODE_QUERIES : group <= UNIFORM_HEADS ? 1 : 0);
 }
 
 /* ---- single tokens ---- */
@@ -49,8 +49,11 @@ static int next_token(const plan *p, decode_token *t, int64_t *seq_end, int64_t 
     }
     t->high = a->context_lens[t->seq] - (a->cu_seqlens_q[t->seq + 1] - 1 - t->token);
     t->low = a->window ? max64(0, t->high - a->window) : 0;
-    for (t->span = SPAN; t->span * MAX_SPANS < t->high - t->low;)
-        t->span *= 2;
+    if (a->is_uniform)
+        t->span = UNIFORM_SPAN;
+    else
+        for (t->span = SPAN; t->span * MAX_SPANS < t->high - t->low;)
+            t->span *= 2;
     t->num_spans = ceil_div(t->high, t->span) - t->low / t->span;
     t->spans_of_part = max64(1, p->part_keys / t->span);
     t->num_parts = ceil_div(t->num_spans, t->spans_of_part);
@@ -71,9 +74,10 @@ static int next_token(const plan *p, decode_token *t, int64_t *seq_end, int64_t 
 static void decode_part(const plan *p, atom_worker *w, const decode_token *t, int64_t kv_head, int64_t part) {
     const atom_attention_args *a = p->a;
     int64_t width = p->group * a->head_dim;
-    float *query = (float *)(w->scratch + DECODE_SCRATCH), *memory = query + width;
+    float *query = (float *)(w->scratch + (a->is_uniform ? UNIFORM_SCRATCH : DECODE_SCRATCH)), *memory = query + width;
     decode_state whole = state_at(p, memory), one = state_at(p, memory + record_floats(p));
-    atom_decode_query(a, a->q + t->token * a->ldq + kv_head * width, query);
+    if (!a->is_uniform)
+        atom_decode_query(a, a->q + t->token * a->ldq + kv_head * width, query);
     const int32_t *table = a->block_tables + t->seq * a->table_stride;
     int64_t first = part * t->spans_of_part, end = min64(t->num_spans, first + t->spans_of_part);
     for (int64_t i = first; i < end; i++) {
@@ -83,7 +87,11 @@ static void decode_part(const plan *p, atom_worker *w, const decode_token *t, in
             record = state_at(p, (float *)atom_shared(w) + (t->record + kv_head * t->num_spans + i) * record_floats(p));
             state = &record;
         }
-        atom_decode_span(a, w->scratch, query, table, kv_head, max64(t->low, start), min64(t->high, start + t->span), state);
+        int64_t low = max64(t->low, start), high = min64(t->high, start + t->span);
+        if (a->is_uniform)
+            atom_uniform_span(a, w->scratch, t->seq, kv_head, low, high, state);
+        else
+            atom_decode_span(a, w->scratch, query, table, kv_head, low, high, state);
         if (state == &one)
             atom_decode_merge(a, &whole, &one);
     }

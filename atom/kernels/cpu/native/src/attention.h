@@ -40,6 +40,25 @@ void atom_decode_query(const atom_attention_args *a, const float *q, float *quer
 void atom_decode_span(const atom_attention_args *a, char *scratch, const float *query, const int32_t *table, int64_t kv_head,
                       int64_t low, int64_t high, decode_state *state);
 void atom_decode_merge(const atom_attention_args *a, decode_state *into, const decode_state *from);
+/* The same of one row, in two steps: *largest and *total take in the other's, then sums *= keep, += other * take. The only code
+ * that does so: what is contracted to one rounding is then the same for all. */
+typedef struct {
+    float keep, take;
+} merge_factors;
+merge_factors atom_merge_totals(float *largest, float *total, float other_largest, float other_total);
+void atom_merge_sums(float *sums, const float *other, merge_factors factors, int64_t size);
+/* What a query head's sums are multiplied with in the end. */
+float atom_finish_factor(const atom_attention_args *a, int64_t head, float largest, float total);
 void atom_decode_finish(const atom_attention_args *a, const decode_state *state, int64_t kv_head, float *out);
+
+/* Where is_uniform, a row's keys are taken in spans of so many at absolute positions, each from an empty state, and merged in
+ * order, whether its token comes alone or with others. */
+#define UNIFORM_SPAN 512
+/* As atom_decode_span for sequence seq's only token, within a span, in the arithmetic of atom_prefill_rows; q as it came,
+ * group <= UNIFORM_HEADS, scratch: UNIFORM_SCRATCH bytes. */
+#define UNIFORM_HEADS 16
+#define UNIFORM_SCRATCH (2 << 20)
+void atom_uniform_span(const atom_attention_args *a, char *scratch, int64_t seq, int64_t kv_head, int64_t low, int64_t high,
+                       decode_state *state);
 
 #endif

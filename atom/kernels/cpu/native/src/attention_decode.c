@@ -180,15 +180,23 @@ void atom_decode_query(const atom_attention_args *a, const float *q, float *quer
             v_store(query + i, v_load(q + i) * scale);
 }
 
+merge_factors __attribute__((noinline)) atom_merge_totals(float *largest, float *total, float other_largest, float other_total) {
+    float best = other_largest > *largest ? other_largest : *largest;
+    merge_factors f = {exp2f(*largest - best), exp2f(other_largest - best)};
+    *total = *total * f.keep + other_total * f.take;
+    *largest = best;
+    return f;
+}
+
+void __attribute__((noinline)) atom_merge_sums(float *sums, const float *other, merge_factors f, int64_t size) {
+    for (int64_t d = 0; d < size; d += LANES)
+        v_store(sums + d, v_load(sums + d) * f.keep + v_load(other + d) * f.take);
+}
+
 /* One head: into and from are (largest, total, sums). */
 static void merge_head(float *largest, float *total, float *sums, float other_largest, float other_total, const float *other_sums,
                        int64_t size) {
-    float best = other_largest > *largest ? other_largest : *largest;
-    float keep = exp2f(*largest - best), take = exp2f(other_largest - best);
-    *total = *total * keep + other_total * take;
-    *largest = best;
-    for (int64_t d = 0; d < size; d += LANES)
-        v_store(sums + d, v_load(sums + d) * keep + v_load(other_sums + d) * take);
+    atom_merge_sums(sums, other_sums, atom_merge_totals(largest, total, other_largest, other_total), size);
 }
 
 void atom_decode_merge(const atom_attention_args *a, decode_state *into, const decode_state *from) {
@@ -228,21 +236,28 @@ void atom_decode_span(const atom_attention_args *a, char *scratch, const float *
     }
 }
 
+float __attribute__((noinline)) atom_finish_factor(const atom_attention_args *a, int64_t head, float largest, float total) {
+    float factor = 1.0f;
+    if (a->sinks) {
+        float sink = a->sinks[head] * LOG2E;
+        if (sink > largest) {
+            factor = exp2f(largest - sink);
+            total = total * factor + 1.0f;
+        } else
+            total += exp2f(sink - largest);
+    }
+    return factor / total;
+}
+
 void atom_decode_finish(const atom_attention_args *a, const decode_state *state, int64_t kv_head, float *out) {
     int64_t group = a->num_heads / a->num_kv_heads, size = a->head_dim;
     for (int64_t h = 0; h < group; h++) {
-        float total = state->total[h], factor = 1.0f;
-        if (a->sinks) {
-            float sink = a->sinks[kv_head * group + h] * LOG2E;
-            if (sink > state->largest[h]) {
-                factor = exp2f(state->largest[h] - sink);
-                total = total * factor + 1.0f;
-            } else
-                total += exp2f(sink - state->largest[h]);
-        }
-        factor /= total;
+        float factor = atom_finish_factor(a, kv_head * group + h, state->largest[h], state->total[h]);
         const float *sums = state->sums + h * size;
-        if (cache_mode(a) == PAIRS)
+        if (a->is_uniform)
+            for (int64_t d = 0; d < size; d += LANES)
+                v_store(out + h * size + d, v_load(sums + d) * factor + 0.0f); /* as in atom_prefill_rows */
+        else if (cache_mode(a) == PAIRS)
             for (int64_t d = 0; d < size; d += 2 * LANES)
                 for (int j = 0; j < LANES; j++) {
                     out[h * size + d + 2 * j] = sums[d + j] * factor;

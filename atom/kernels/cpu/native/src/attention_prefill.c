@@ -11,6 +11,7 @@
 #define PANEL 64        /* rows, or columns of head_dim, that lie together */
 #define DEPTH 128       /* of head_dim at once: 64 x 128 query elements stay in L1 */
 #define ROWS_AT_ONCE 6
+#define FEW_ROWS 4 /* up to here keys and columns lie along the lanes, and not rows */
 #define WIDE (NUM_REGISTERS == 32 ? 4 : 2) /* 6 x 4 accumulators of 32 registers, or 6 x 2 of 16 */
 
 /* c [rows, PANEL] += a b, for nv vectors of columns of b [depth, PANEL]. */
@@ -85,9 +86,11 @@ typedef struct {
     float values[MAX_HEAD_DIM / PANEL][KEYS][PANEL];
     float scores[KEYS][PANEL];
     float largest[PREFILL_ROWS], total[PREFILL_ROWS];
+    /* Where is_uniform: what the spans before this one gave; sums as above. */
+    float whole_sums[PREFILL_ROWS / PANEL][MAX_HEAD_DIM / PANEL][PANEL][PANEL], whole_largest[PREFILL_ROWS], whole_total[PREFILL_ROWS];
     int32_t positions[PREFILL_ROWS]; /* of each row's token */
 } tile;
-_Static_assert(sizeof(tile) <= ATOM_SCRATCH, "a tile fits a thread's scratch");
+_Static_assert(sizeof(tile) <= UNIFORM_SCRATCH && UNIFORM_SCRATCH <= ATOM_SCRATCH / 2, "a tile fits a thread's scratch");
 
 static void load_queries(const atom_attention_args *a, tile *t, const float *q, int64_t kv_head, int64_t row0, int64_t num_rows) {
     int64_t group = a->num_heads / a->num_kv_heads, size = a->head_dim;
@@ -123,8 +126,8 @@ INLINE void load_keys(const atom_attention_args *a, tile *t, const int32_t *tabl
 }
 
 /* Scores [num_keys] of LANES rows become weights; their largest score and total are brought up to date. Returns what the
- * sums so far are to be multiplied with. */
-INLINE vf soften(float *scores, int64_t num_keys, float *largest, float *total) {
+ * sums so far are to be multiplied with. Weights at even and at odd positions are added up apart: is_odd, the first one's. */
+INLINE vf soften(float *scores, int64_t num_keys, int is_odd, float *largest, float *total) {
     vf before = v_load(largest), best = before, best1 = before, sum = {}, sum1 = {};
     int64_t k = 0;
     for (; k + 2 <= num_keys; k += 2) {
@@ -134,7 +137,13 @@ INLINE vf soften(float *scores, int64_t num_keys, float *largest, float *total) 
     if (k < num_keys)
         best = v_max(best, v_load(scores + k * PANEL));
     best = v_max(best, best1);
-    for (k = 0; k + 2 <= num_keys; k += 2) {
+    k = 0;
+    if (is_odd) {
+        sum1 = v_exp2(v_load(scores) - best);
+        v_store(scores, sum1);
+        k = 1;
+    }
+    for (; k + 2 <= num_keys; k += 2) {
         vf weight = v_exp2(v_load(scores + k * PANEL) - best), weight1 = v_exp2(v_load(scores + (k + 1) * PANEL) - best);
         v_store(scores + k * PANEL, weight);
         v_store(scores + (k + 1) * PANEL, weight1);
@@ -174,11 +183,11 @@ static void finish_scores(const atom_attention_args *a, tile *t, int64_t first_r
     }
 }
 
-static void soften_panel(tile *t, int64_t first_row, int64_t columns, int64_t num_keys, int64_t size) {
+static void soften_panel(tile *t, int64_t first_row, int64_t columns, int64_t low, int64_t num_keys, int64_t size) {
     float shrink[PANEL];
     int is_shrunk = 0;
     for (int64_t j = 0; j < columns; j += LANES) {
-        vf factor = soften(&t->scores[0][j], num_keys, t->largest + first_row + j, t->total + first_row + j);
+        vf factor = soften(&t->scores[0][j], num_keys, low & 1, t->largest + first_row + j, t->total + first_row + j);
         v_store(shrink + j, factor);
         for (int i = 0; i < LANES; i++)
             is_shrunk |= factor[i] != 1.0f;
@@ -193,24 +202,157 @@ static void soften_panel(tile *t, int64_t first_row, int64_t columns, int64_t nu
             }
 }
 
-void atom_prefill_rows(const atom_attention_args *a, char *scratch, int64_t seq, int64_t kv_head, int64_t row0, int64_t num_rows) {
-    tile *t = (tile *)scratch;
-    int64_t group = a->num_heads / a->num_kv_heads, size = a->head_dim, padded = ceil_div(num_rows, 16) * 16;
-    int64_t first_token = a->cu_seqlens_q[seq], first_position = a->context_lens[seq] - (a->cu_seqlens_q[seq + 1] - first_token);
-    const int32_t *table = a->block_tables + seq * a->table_stride;
+/* Loads the queries of rows row0 .. row0 + num_rows and says where they stand. */
+static void begin_rows(const atom_attention_args *a, tile *t, int64_t seq, int64_t kv_head, int64_t row0, int64_t num_rows) {
+    int64_t group = a->num_heads / a->num_kv_heads, first_token = a->cu_seqlens_q[seq];
+    int64_t first_position = a->context_lens[seq] - (a->cu_seqlens_q[seq + 1] - first_token);
     load_queries(a, t, a->q + first_token * a->ldq, kv_head, row0, num_rows);
+    for (int64_t row = 0; row < ceil_div(num_rows, 16) * 16; row++)
+        t->positions[row] = (int32_t)(first_position + (row0 + min64(row, num_rows - 1)) / group);
+}
+
+/* Rows that have seen nothing. */
+static void clear_rows(const atom_attention_args *a, tile *t, int64_t padded) {
     for (int64_t row = 0; row < padded; row++) {
-        int64_t r = row0 + min64(row, num_rows - 1);
-        t->positions[row] = (int32_t)(first_position + r / group);
-        t->largest[row] = a->sinks ? a->sinks[kv_head * group + r % group] * LOG2E : UNSEEN;
-        t->total[row] = a->sinks != NULL;
+        t->largest[row] = UNSEEN;
+        t->total[row] = 0;
     }
     for (int64_t panel = 0; panel * PANEL < padded; panel++)
-        memset(t->sums[panel], 0, ceil_div(size, PANEL) * sizeof t->sums[panel][0]);
+        for (int64_t d = 0; d < a->head_dim; d += PANEL)
+            memset(t->sums[panel][d / PANEL], 0, min64(PANEL, padded - panel * PANEL) * sizeof t->sums[0][0][0]);
+}
 
-    int64_t end = t->positions[padded - 1] + 1, start = a->window ? max64(0, t->positions[0] - a->window + 1) : 0;
+#if defined(V512)
+/* ---- a few rows, as a token alone has them: the same sums in the same order, straight from the cache ----
+ *
+ * Keys lie along the lanes for the scores, and columns for the values, so that no lane is idle for want of rows.
+ */
+
+/* out[i] = element i of LANES keys at these offsets. */
+INLINE void transpose_keys(const void *cache, const int64_t *offsets, int64_t d, const int is_bf16, vf out[LANES]) {
+    __m512 a[16], b[16];
+    for (int i = 0; i < 16; i++)
+        a[i] = (__m512)load_cached(cache, offsets[i] + d, is_bf16);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) /* a[i + j]: in each quarter q, element 4 q + j of keys i .. i + 3 */
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_shuffle_ps(b[i + j], b[i + 2 + j], 0x44);
+            a[i + 2 * j + 1] = _mm512_shuffle_ps(b[i + j], b[i + 2 + j], 0xee);
+        }
+    for (int j = 0; j < 4; j++) {
+        __m512 low = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x88), low1 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x88);
+        __m512 high = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xdd), high1 = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xdd);
+        out[j] = (vf)_mm512_shuffle_f32x4(low, low1, 0x88);
+        out[4 + j] = (vf)_mm512_shuffle_f32x4(high, high1, 0x88);
+        out[8 + j] = (vf)_mm512_shuffle_f32x4(low, low1, 0xdd);
+        out[12 + j] = (vf)_mm512_shuffle_f32x4(high, high1, 0xdd);
+    }
+}
+
+/* scores [keys, PANEL], its first LANES columns; offsets: of the keys and 2 LANES repetitions of the last. */
+INLINE void few_scores(const int rows, const int is_bf16, const void *cache, const int64_t *offsets, int64_t num_keys, int64_t size,
+                       const float *queries, float *scores) {
+    for (int64_t k = 0; k < num_keys; k += 2 * LANES) {
+        vf sums[2][FEW_ROWS] = {};
+        for (int64_t d = 0; d < size; d += LANES) {
+            vf keys[2][LANES];
+            transpose_keys(cache, offsets + k, d, is_bf16, keys[0]);
+            transpose_keys(cache, offsets + k + LANES, d, is_bf16, keys[1]);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 4
+                for (int row = 0; row < rows; row++) {
+                    vf query = v_set(queries[(d + i) * PANEL + row]);
+                    sums[0][row] += keys[0][i] * query;
+                    sums[1][row] += keys[1][i] * query;
+                }
+        }
+        for (int64_t i = 0; i < min64(2 * LANES, num_keys - k); i++) {
+            v_store(scores + (k + i) * PANEL, v_set(0));
+            for (int row = 0; row < rows; row++)
+                scores[(k + i) * PANEL + row] = sums[i / LANES][row][i % LANES];
+        }
+    }
+}
+
+/* sums [rows, PANEL] += weights [keys, PANEL]^T times nv vectors of columns of the values at these offsets. */
+INLINE void few_values(const int rows, const int nv, const int is_bf16, const float *weights, int64_t num_keys, const void *cache,
+                       const int64_t *offsets, int64_t column, float *sums) {
+    vf totals[FEW_ROWS][4];
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++)
+            totals[row][j] = v_load(sums + row * PANEL + j * LANES);
+    for (int64_t k = 0; k < num_keys; k++) {
+        vf value[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++)
+            value[j] = load_cached(cache, offsets[k] + column + j * LANES, is_bf16);
+#pragma GCC unroll 4
+        for (int row = 0; row < rows; row++) {
+            vf weight = v_set(weights[k * PANEL + row]);
+#pragma GCC unroll 4
+            for (int j = 0; j < nv; j++)
+                totals[row][j] += weight * value[j];
+        }
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 4
+        for (int j = 0; j < nv; j++)
+            v_store(sums + row * PANEL + j * LANES, totals[row][j]);
+}
+
+INLINE void attend_few(const int rows, const int is_bf16, const atom_attention_args *a, tile *t, const int32_t *table,
+                       int64_t kv_head, int64_t low, int64_t num_keys) {
+    int64_t size = a->head_dim, offsets[KEYS + 2 * LANES], d;
+    for (int64_t k = 0; k < num_keys + 2 * LANES; k++)
+        offsets[k] = k < num_keys ? cache_row(a, table, kv_head, low + k) : offsets[k - 1];
+    few_scores(rows, is_bf16, a->keys, offsets, num_keys, size, t->queries[0][0], t->scores[0]);
+    finish_scores(a, t, 0, LANES, low, num_keys);
+    soften_panel(t, 0, LANES, low, num_keys, size);
+    for (d = 0; d + 4 * LANES <= size; d += 4 * LANES)
+        few_values(rows, 4, is_bf16, t->scores[0], num_keys, a->values, offsets, d, t->sums[0][d / PANEL][0]);
+    for (; d < size; d += LANES)
+        few_values(rows, 1, is_bf16, t->scores[0], num_keys, a->values, offsets, d, t->sums[0][d / PANEL][0] + d % PANEL);
+}
+
+#define FEW(rows)                                                                                                                 \
+    static void __attribute__((noinline)) atom_attend_few##rows(const atom_attention_args *a, tile *t, const int32_t *table,      \
+                                                                int64_t kv_head, int64_t low, int64_t num_keys) {                 \
+        if (a->cache_is_bf16)                                                                                                     \
+            attend_few(rows, 1, a, t, table, kv_head, low, num_keys);                                                             \
+        else                                                                                                                      \
+            attend_few(rows, 0, a, t, table, kv_head, low, num_keys);                                                             \
+    }
+FEW(1)
+FEW(2)
+FEW(3)
+FEW(4)
+#endif
+
+/* The rows' attention to positions [start, end) of those that they see. */
+static void attend(const atom_attention_args *a, tile *t, int64_t seq, int64_t kv_head, int64_t num_rows, int64_t start, int64_t end) {
+    int64_t size = a->head_dim, padded = ceil_div(num_rows, 16) * 16;
+    const int32_t *table = a->block_tables + seq * a->table_stride;
     for (int64_t low = start, high; low < end; low = high) {
         high = min64(end, (low / KEYS + 1) * KEYS);
+#if defined(V512)
+        if (num_rows <= FEW_ROWS) {
+            int64_t num_keys = min64(high, t->positions[num_rows - 1] + 1) - low;
+            switch (num_rows) {
+            case 1: atom_attend_few1(a, t, table, kv_head, low, num_keys); break;
+            case 2: atom_attend_few2(a, t, table, kv_head, low, num_keys); break;
+            case 3: atom_attend_few3(a, t, table, kv_head, low, num_keys); break;
+            case 4: atom_attend_few4(a, t, table, kv_head, low, num_keys); break;
+            }
+            continue;
+        }
+#endif
         if (a->cache_is_bf16)
             load_keys(a, t, table, kv_head, low, high, 1);
         else
@@ -223,17 +365,82 @@ void atom_prefill_rows(const atom_attention_args *a, char *scratch, int64_t seq,
             memset(t->scores, 0, num_keys * sizeof t->scores[0]);
             atom_prefill_scores(t->keys, num_keys, size, t->queries[row / PANEL][0], columns, t->scores[0]);
             finish_scores(a, t, row, columns, low, num_keys);
-            soften_panel(t, row, columns, num_keys, size);
+            soften_panel(t, row, columns, low, num_keys, size);
             for (int64_t d = 0; d < size; d += PANEL)
                 atom_prefill_values(t->scores[0], min64(columns, num_rows - row), num_keys, t->values[d / PANEL][0],
                                     min64(PANEL, size - d), t->sums[row / PANEL][d / PANEL][0]);
         }
     }
+}
+
+/* Takes a span's result into the whole. */
+static void merge_rows(tile *t, int64_t num_rows, int64_t size) {
     for (int64_t row = 0; row < num_rows; row++) {
-        int64_t r = row0 + row;
-        float *out = a->out + (first_token + r / group) * a->ldo + (kv_head * group + r % group) * size;
-        float factor = 1.0f / t->total[row];
-        for (int64_t d = 0; d < size; d += LANES)
-            v_store(out + d, v_load(&t->sums[row / PANEL][d / PANEL][row % PANEL][d % PANEL]) * factor);
+        if (t->total[row] == 0) /* has seen nothing */
+            continue;
+        merge_factors f = atom_merge_totals(t->whole_largest + row, t->whole_total + row, t->largest[row], t->total[row]);
+        for (int64_t d = 0; d < size; d += PANEL)
+            atom_merge_sums(t->whole_sums[row / PANEL][d / PANEL][row % PANEL], t->sums[row / PANEL][d / PANEL][row % PANEL], f,
+                            min64(PANEL, size - d));
+    }
+}
+
+/* Span by span, each from an empty state. */
+static void attend_uniformly(const atom_attention_args *a, tile *t, int64_t seq, int64_t kv_head, int64_t num_rows, int64_t start,
+                             int64_t end) {
+    int64_t padded = ceil_div(num_rows, 16) * 16, size = a->head_dim;
+    for (int64_t low = start, high; low < end; low = high) {
+        high = min64(end, (low / UNIFORM_SPAN + 1) * UNIFORM_SPAN);
+        clear_rows(a, t, padded);
+        if (low == start) {
+            memcpy(t->whole_largest, t->largest, sizeof t->largest);
+            memcpy(t->whole_total, t->total, sizeof t->total);
+            for (int64_t row = 0; row < num_rows; row += PANEL)
+                for (int64_t d = 0; d < size; d += PANEL)
+                    memset(t->whole_sums[row / PANEL][d / PANEL], 0, min64(PANEL, num_rows - row) * sizeof t->whole_sums[0][0][0]);
+        }
+        attend(a, t, seq, kv_head, num_rows, low, high);
+        merge_rows(t, num_rows, size);
+    }
+}
+
+void atom_prefill_rows(const atom_attention_args *a, char *scratch, int64_t seq, int64_t kv_head, int64_t row0, int64_t num_rows) {
+    tile *t = (tile *)scratch;
+    int64_t group = a->num_heads / a->num_kv_heads, size = a->head_dim, padded = ceil_div(num_rows, 16) * 16;
+    begin_rows(a, t, seq, kv_head, row0, num_rows);
+    int64_t end = t->positions[padded - 1] + 1, start = a->window ? max64(0, t->positions[0] - a->window + 1) : 0;
+    if (a->is_uniform)
+        attend_uniformly(a, t, seq, kv_head, num_rows, start, end);
+    else {
+        clear_rows(a, t, padded);
+        for (int64_t row = 0; a->sinks && row < padded; row++) {
+            t->largest[row] = a->sinks[kv_head * group + (row0 + min64(row, num_rows - 1)) % group] * LOG2E;
+            t->total[row] = 1;
+        }
+        attend(a, t, seq, kv_head, num_rows, start, end);
+    }
+    for (int64_t row = 0; row < num_rows; row++) {
+        int64_t r = row0 + row, head = kv_head * group + r % group;
+        float *out = a->out + (a->cu_seqlens_q[seq] + r / group) * a->ldo + head * size;
+        float factor = a->is_uniform ? atom_finish_factor(a, head, t->whole_largest[row], t->whole_total[row]) : 1.0f / t->total[row];
+        for (int64_t d = 0; d < size; d += LANES) {
+            const float *sums = (a->is_uniform ? t->whole_sums : t->sums)[row / PANEL][d / PANEL][row % PANEL];
+            v_store(out + d, v_load(sums + d % PANEL) * factor + 0.0f); /* never -0, as what merges empty spans has none */
+        }
+    }
+}
+
+void atom_uniform_span(const atom_attention_args *a, char *scratch, int64_t seq, int64_t kv_head, int64_t low, int64_t high,
+                       decode_state *state) {
+    tile *t = (tile *)scratch;
+    int64_t group = a->num_heads / a->num_kv_heads, size = a->head_dim;
+    begin_rows(a, t, seq, kv_head, 0, group);
+    clear_rows(a, t, 16);
+    attend(a, t, seq, kv_head, group, low, high);
+    for (int64_t row = 0; row < group; row++) {
+        state->largest[row] = t->largest[row];
+        state->total[row] = t->total[row];
+        for (int64_t d = 0; d < size; d += PANEL)
+            memcpy(state->sums + row * size + d, t->sums[0][d / PANEL][row], sizeof(float) * min64(PANEL, size - d));
     }
 }

@@ -126,7 +126,12 @@ class ParallelLMHead(nn.Module):
         if source.weight is None:
             return
         blocks = announced_blocks(source.weight)
-        self.packed = self.kernel.pack(source.weight.data) if blocks is None else blocks.take()
+        weight = source.weight.data
+        if self.table is None and not self._replaces_source and self.kernel.makes_copy:
+            weight = (
+                weight.clone()
+            )  # packing may work where the weight lies, and the embedding still reads it
+        self.packed = self.kernel.pack(weight) if blocks is None else blocks.take()
         if self._replaces_source:
             source.replace(self.packed, self.kernel)
         elif self.table is not None and self.kernel.makes_copy:

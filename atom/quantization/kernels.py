@@ -8,7 +8,7 @@ import torch
 
 from atom.kernels.cpu.native.gguf import BLOCK_TYPES, BlockPanels, PackedBlocks
 from atom.kernels.cpu.native.library import native_library
-from atom.kernels.cpu.native.linear import NativeLinear
+from atom.kernels.cpu.native.linear import NativeLinear, supports_native
 from atom.kernels.cpu.native.weights import PANEL
 from atom.kernels.reference.linear import ReferenceLinear
 from atom.kernels.registry import register_kernel
@@ -63,15 +63,16 @@ class RoundedLinear(ReferenceLinear):
         return weight
 
 
+_NATIVE: dict[str, Any] = {"priority": {"cpu": 20}, "is_traceable": False}
 for _spec in CPU_WEIGHTS.values():
     if _spec.weight_bits < 16:
-        register_kernel(_spec.op, "rounded", priority={"cpu": 0})(RoundedLinear(_spec))
+        register_kernel(_spec.op, "reference")(RoundedLinear(_spec))
+for _format in ("int8", "int8_a8", "int4"):
+    register_kernel(f"linear_{_format}", "native", supports=supports_native, **_NATIVE)(NativeLinear(_format))
 
 
 def _supports_blocks(platform: Platform, *, in_features: int = 0, **_: Any) -> bool:
     return in_features > 0 and in_features % _BLOCKS.block_elements == 0 and native_library() is not None
 
 
-register_kernel(
-    "linear_int8_g32", "native", priority={"cpu": 20}, supports=_supports_blocks, is_traceable=False
-)(GroupedInt8Linear())
+register_kernel("linear_int8_g32", "native", supports=_supports_blocks, **_NATIVE)(GroupedInt8Linear())

@@ -67,7 +67,3 @@ register_kernel("linear", "native", priority={"cpu": 20}, supports=supports_nati
 register_kernel("int8_linear", "native", priority={"cpu": 20}, supports=supports_native, is_traceable=False)(
     NativeLinear("int8_a8")
 )
-for _format in ("int8", "int8_a8", "int4"):
-    register_kernel(
-        f"linear_{_format}", "native", priority={"cpu": 20}, supports=supports_native, is_traceable=False
-    )(NativeLinear(_format))

@@ -4,6 +4,7 @@ The main thread runs everything: it polls its sockets, steps the core and sends 
 thread stamps the heartbeat.
 """
 
+import gc
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ import msgspec
 from atom.config import Config
 from atom.errors import AtomError
 from atom.model_engine.messages import Failed, Progress, Shutdown, ToEngine
+from atom.platforms import has_accelerator_node
 from atom.runtime.liveness import HeartbeatThread, LivenessPage, ProcessState
 from atom.runtime.process import read_child_config, set_process_title
 from atom.runtime.startup_phases import StartupPhases
@@ -20,6 +22,7 @@ from atom.runtime.transport import EngineSockets
 from atom.utils.bytecode_cache import keep_bytecode
 from atom.utils.gc_utils import configure_gc, freeze_heap, trim_heap, unfreeze_heap
 from atom.utils.logging import init_logger, set_process_name
+from atom.utils.torch_imports import lean_torch
 
 logger = init_logger(__name__)
 
@@ -37,6 +40,8 @@ class EngineProcessConfig(msgspec.Struct):
 
 def main() -> int:
     phases = StartupPhases(since_creation=True)
+    # What a start creates stays: passes over it find nothing and take a fifth of a second. _settle_heap ends this.
+    gc.disable()
     keep_bytecode()
     settings, parent_pid = read_child_config(EngineProcessConfig)
     set_process_title("EngineCore")
@@ -65,9 +70,10 @@ def main() -> int:
 def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: StartupPhases) -> int:
     # Imported here: an unreadable configuration is reported before torch is paid for.
     phases.begin("import torch")
-    from atom.model_engine.engine_core import EngineCore
+    with lean_torch(is_on=_serves_on_cpu(config)):
+        from atom.model_engine.engine_core import EngineCore
 
-    core = EngineCore(config, sockets.send, phases=phases, page=page)
+        core = EngineCore(config, sockets.send, phases=phases, page=page)
     core.start(lambda phase, fraction: sockets.send(Progress(phase, fraction)), settle=_settle_heap)
     page.set_state(ProcessState.READY)
     try:
@@ -78,8 +84,15 @@ def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: S
     return 0
 
 
+def _serves_on_cpu(config: Config) -> bool:
+    """Whether it is certain, without torch, that a model runs uncompiled on the CPU."""
+    is_on_cpu = config.device == "cpu" or (config.device == "auto" and not has_accelerator_node())
+    return is_on_cpu and not config.compilation_level
+
+
 def _settle_heap() -> None:
     freeze_heap()
+    gc.enable()
     trim_heap()
 
 

@@ -20,7 +20,7 @@ from atom.runtime.process import read_child_config, set_process_title
 from atom.runtime.startup_phases import StartupPhases
 from atom.runtime.transport import EngineSockets
 from atom.utils.bytecode_cache import keep_bytecode
-from atom.utils.gc_utils import configure_gc, freeze_heap, trim_heap, unfreeze_heap
+from atom.utils.gc_utils import configure_gc, freeze_heap, release_library_code, trim_heap, unfreeze_heap
 from atom.utils.logging import init_logger, set_process_name
 from atom.utils.torch_imports import lean_torch
 
@@ -71,8 +71,11 @@ def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: S
     # Imported here: an unreadable configuration is reported before torch is paid for.
     phases.begin("import torch")
     with lean_torch(is_on=_serves_on_cpu(config)):
-        from atom.model_engine.engine_core import EngineCore
+        from atom.model_engine.engine_core import EngineCore, load_worker_class
 
+        load_worker_class(config.runner_qualname)
+        if "torch" in sys.modules:
+            release_library_code(os.path.dirname(sys.modules["torch"].__file__))
         core = EngineCore(config, sockets.send, phases=phases, page=page)
     core.start(lambda phase, fraction: sockets.send(Progress(phase, fraction)), settle=_settle_heap)
     page.set_state(ProcessState.READY)

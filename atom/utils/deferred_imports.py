@@ -29,18 +29,29 @@ class DeferredModule(ModuleType):
         return getattr(self, name)
 
 
+class _ExecutingModule(ModuleType):
+    """A deferred module on its way: other threads wait, its own sees what is there so far."""
+
+    def __getattr__(self, name: str) -> Any:
+        with _lock:
+            if type(self) is _ExecutingModule:
+                raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} yet")
+        return getattr(self, name)
+
+
 def execute(module: ModuleType) -> None:
     """Execute a deferred module now; nothing for any other, or while it is being executed by this thread."""
     with _lock:
         if type(module) is not DeferredModule:
             return
         loader = module.__spec__.loader
-        module.__class__ = ModuleType  # first: what it asks of itself meanwhile is a plain lookup
+        module.__class__ = _ExecutingModule
         try:
             loader.exec_module(module)
         except BaseException:
             module.__class__ = DeferredModule
             raise
+        module.__class__ = ModuleType
 
 
 class _DeferringLoader(Loader):

@@ -19,6 +19,7 @@ from atom.runtime.liveness import HeartbeatThread, LivenessPage, ProcessState
 from atom.runtime.process import read_child_config, set_process_title
 from atom.runtime.startup_phases import StartupPhases
 from atom.runtime.transport import EngineSockets
+from atom.utils import envs
 from atom.utils.bytecode_cache import keep_bytecode
 from atom.utils.gc_utils import configure_gc, freeze_heap, release_library_code, trim_heap, unfreeze_heap
 from atom.utils.logging import init_logger, set_process_name
@@ -74,6 +75,8 @@ def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: S
         from atom.model_engine.engine_core import EngineCore, load_worker_class
 
         load_worker_class(config.runner_qualname)
+        if envs.ATOM_GC_FREEZE:
+            gc.freeze()  # modules live on: the collection at the end need not walk them
         if "torch" in sys.modules:
             release_library_code(os.path.dirname(sys.modules["torch"].__file__))
         core = EngineCore(config, sockets.send, phases=phases, page=page)

@@ -4,6 +4,7 @@ The main thread runs everything: it polls its sockets, steps the core and sends 
 thread stamps the heartbeat.
 """
 
+import gc
 import os
 import sys
 import time
@@ -13,13 +14,16 @@ import msgspec
 from atom.config import Config
 from atom.errors import AtomError
 from atom.model_engine.messages import Failed, Progress, Shutdown, ToEngine
+from atom.platforms import has_accelerator_node
 from atom.runtime.liveness import HeartbeatThread, LivenessPage, ProcessState
 from atom.runtime.process import read_child_config, set_process_title
 from atom.runtime.startup_phases import StartupPhases
 from atom.runtime.transport import EngineSockets
+from atom.utils import envs
 from atom.utils.bytecode_cache import keep_bytecode
-from atom.utils.gc_utils import configure_gc, freeze_heap, trim_heap, unfreeze_heap
+from atom.utils.gc_utils import configure_gc, freeze_heap, release_library_code, trim_heap, unfreeze_heap
 from atom.utils.logging import init_logger, set_process_name
+from atom.utils.torch_imports import lean_torch
 
 logger = init_logger(__name__)
 
@@ -37,6 +41,8 @@ class EngineProcessConfig(msgspec.Struct):
 
 def main() -> int:
     phases = StartupPhases(since_creation=True)
+    # What a start creates stays: passes over it find nothing and take a fifth of a second. _settle_heap ends this.
+    gc.disable()
     keep_bytecode()
     settings, parent_pid = read_child_config(EngineProcessConfig)
     set_process_title("EngineCore")
@@ -65,9 +71,15 @@ def main() -> int:
 def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: StartupPhases) -> int:
     # Imported here: an unreadable configuration is reported before torch is paid for.
     phases.begin("import torch")
-    from atom.model_engine.engine_core import EngineCore
+    with lean_torch(is_on=_serves_on_cpu(config)):
+        from atom.model_engine.engine_core import EngineCore, load_worker_class
 
-    core = EngineCore(config, sockets.send, phases=phases, page=page)
+        load_worker_class(config.runner_qualname)
+        if envs.ATOM_GC_FREEZE:
+            gc.freeze()  # modules live on: the collection at the end need not walk them
+        if "torch" in sys.modules:
+            release_library_code(os.path.dirname(sys.modules["torch"].__file__))
+        core = EngineCore(config, sockets.send, phases=phases, page=page)
     core.start(lambda phase, fraction: sockets.send(Progress(phase, fraction)), settle=_settle_heap)
     page.set_state(ProcessState.READY)
     try:
@@ -78,8 +90,15 @@ def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: S
     return 0
 
 
+def _serves_on_cpu(config: Config) -> bool:
+    """Whether it is certain, without torch, that a model runs uncompiled on the CPU."""
+    is_on_cpu = config.device == "cpu" or (config.device == "auto" and not has_accelerator_node())
+    return is_on_cpu and not config.compilation_level
+
+
 def _settle_heap() -> None:
     freeze_heap()
+    gc.enable()
     trim_heap()
 
 

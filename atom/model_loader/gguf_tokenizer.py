@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Merges = list[tuple[str, str]]  # in the order in which they are tried
+Merges = Sequence[tuple[str, str]]  # in the order in which they are tried
 RecoverFn = Callable[[Sequence[str], Mapping[str, int], np.ndarray], Merges]  # see recover_merges
 
 CACHE_VERSION = 2  # grows when what is kept changes
@@ -63,6 +63,36 @@ PRE_TOKENIZERS: dict[str, tuple[str | None, bool, bool]] = {
 }
 
 
+class PairsOfTokens(Sequence[tuple[str, str]]):
+    """Merges that are put together while they are walked through: a list of half a million takes 45 MB.
+
+    Args:
+        pairs: ids of the two tokens ``[num_merges, 2]``, integers. Raises ValueError, IndexError if they are not.
+    """
+
+    _CHUNK = 8192
+
+    def __init__(self, tokens: Sequence[str], pairs: np.ndarray):
+        if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind != "i":
+            raise ValueError(f"expected pairs of ids, found {pairs.dtype} {list(pairs.shape)}")
+        if pairs.size and not 0 <= int(pairs.min()) <= int(pairs.max()) < len(tokens):
+            raise IndexError(f"an id is beyond {len(tokens)} tokens")
+        self._tokens, self._pairs = tokens, pairs
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: Any) -> Any:
+        left, right = self._pairs[index].tolist()
+        return self._tokens[left], self._tokens[right]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        text = self._tokens.__getitem__
+        for start in range(0, len(self._pairs), self._CHUNK):
+            left, right = self._pairs[start : start + self._CHUNK].T.tolist()
+            yield from zip(map(text, left), map(text, right), strict=True)
+
+
 def load_gguf_tokenizer(metadata: Mapping[str, Any]) -> "Tokenizer":
     """The tokenizer of a file, with merges from the cache where they have been recovered before.
 
@@ -84,8 +114,7 @@ def _kept_merges(path: Path, tokens: Sequence[str], vocab: Mapping[str, int], sc
     """As :func:`recover_merges`, from ``path`` (pairs of ids) if they are there, else kept there."""
     if path.is_file():
         try:
-            left, right = np.load(path, allow_pickle=False).T.tolist()
-            return list(zip(map(tokens.__getitem__, left), map(tokens.__getitem__, right), strict=True))
+            return PairsOfTokens(tokens, np.load(path, allow_pickle=False))
         except (OSError, ValueError, EOFError, IndexError, TypeError) as error:
             logger.warning("Recovering the merges again, %s is damaged: %s", path, error)
     merges = recover_merges(tokens, vocab, scores)
@@ -126,7 +155,8 @@ def _digest(metadata: Mapping[str, Any]) -> str:
 def build_gguf_tokenizer(metadata: Mapping[str, Any], recover: RecoverFn | None = None) -> "Tokenizer":
     """See :func:`load_gguf_tokenizer`; ``recover`` is called in place of :func:`recover_merges`."""
     kind = metadata.get("tokenizer.ggml.model")
-    tokens = list(_required(metadata, "tokens"))
+    stored = _required(metadata, "tokens")
+    tokens = stored.tolist() if isinstance(stored, StringArray) else list(stored)
     types = np.asarray(metadata.get("tokenizer.ggml.token_type", np.ones(len(tokens))))
     if len(types) != len(tokens):
         raise ModelLoadError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")

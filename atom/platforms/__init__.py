@@ -6,6 +6,7 @@ package does not import torch.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atom.errors import ConfigError
@@ -19,8 +20,17 @@ if TYPE_CHECKING:
 
 PLATFORMS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform, "rocm": RocmPlatform}
 DEVICES = ("auto", *PLATFORMS)
+_ACCELERATOR_NODES = ("nvidiactl", "nvidia0", "kfd", "dxg")
 
-__all__ = ["DEVICES", "FEATURES", "PLATFORMS", "Platform", "get_platform", "platform_of_device"]
+__all__ = [
+    "DEVICES",
+    "FEATURES",
+    "PLATFORMS",
+    "Platform",
+    "get_platform",
+    "has_accelerator_node",
+    "platform_of_device",
+]
 
 
 def get_platform(device: str = "auto") -> Platform:
@@ -45,6 +55,11 @@ def get_platform(device: str = "auto") -> Platform:
             return platform
         missing.append(f"{kind.name}: {_why_not(platform)}")
     return CpuPlatform(f"auto: no accelerator ({'; '.join(missing)})")
+
+
+def has_accelerator_node() -> bool:
+    """Whether the system shows a device that torch may compute on (NVIDIA, AMD, either under WSL); no torch."""
+    return any(Path("/dev", name).exists() for name in _ACCELERATOR_NODES)
 
 
 def platform_of_device(device: torch.device) -> Platform:

@@ -472,6 +472,9 @@ TABLE: tuple[EnvVar, ...] = (
         "Start-up",
         flag("ATOM_BYTECODE_CACHE", True,
              "Keep Python's bytecode of large packages in ATOM's cache where their own folders have none.", effective=True),
+        flag("ATOM_DEFER_IMPORTS", True,
+             "Let the engine execute parts of torch that serving on a CPU does not use when they are first looked into.",
+             effective=True),
     ),
     *group(
         "Garbage collection",

@@ -91,9 +91,12 @@ def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: S
 
 
 def _serves_on_cpu(config: Config) -> bool:
-    """Whether it is certain, without torch, that a model runs uncompiled on the CPU."""
+    """Whether it is certain, without torch, that a model of a checkpoint runs uncompiled on the CPU.
+
+    Random weights come from a torch.Generator, which needs all of torch.
+    """
     is_on_cpu = config.device == "cpu" or (config.device == "auto" and not has_accelerator_node())
-    return is_on_cpu and not config.compilation_level
+    return is_on_cpu and not config.compilation_level and config.load_dummy is None
 
 
 def _settle_heap() -> None:

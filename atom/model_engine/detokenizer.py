@@ -222,10 +222,12 @@ class WindowDetokenizer(Detokenizer):
     that what a tokenizer does to the start of a text (a leading space stripped) never touches new text.
     """
 
-    __slots__ = ("_decode", "_window", "_num_emitted", "_num_held")
+    __slots__ = ("_decode", "_window", "_num_emitted", "_num_held", "_num_waits")
 
     SOFT_LIMIT = 16  # ids; beyond it the window moves on at the next clean boundary
-    HARD_LIMIT = 96  # ids; beyond it the window moves on even in the middle of undecodable bytes
+    HARD_LIMIT = (
+        96  # ids, or updates held back; beyond it the window moves on even in the middle of undecodable bytes
+    )
     OVERLAP = 6  # old ids that a new window starts with
 
     def __init__(self, decode: Decode):
@@ -233,6 +235,7 @@ class WindowDetokenizer(Detokenizer):
         self._window: list[int] = []
         self._num_emitted = 0  # characters of the window's text that were handed out
         self._num_held = 0  # ids whose text was not
+        self._num_waits = 0  # updates in a row that ended inside a character
 
     def update(self, ids: Sequence[int], finished: bool = False) -> str:
         num_old = len(self._window)
@@ -241,9 +244,11 @@ class WindowDetokenizer(Detokenizer):
         if not self._num_held:
             return ""
         text = self._decode(self._window)
-        overfull = self._num_held > self.HARD_LIMIT
-        if text.endswith(REPLACEMENT) and not finished and not overfull:
+        # NOTE: updates are counted, not ids: a long delta that ends inside a character is no sign of broken bytes.
+        if text.endswith(REPLACEMENT) and not finished and self._num_waits < self.HARD_LIMIT:
+            self._num_waits += 1
             return ""
+        self._num_waits = 0
         delta = text[self._num_emitted :]
         self._num_emitted = max(self._num_emitted, len(text))
         self._num_held = 0

@@ -135,6 +135,16 @@ def test_T7_text_of_any_script_streams_unharmed(kind, text, data):
             assert not any("\ufffd" in delta for delta in deltas)
 
 
+def test_T7_a_long_delta_may_end_inside_a_character():
+    tokenizer, _ = TOKENIZERS["byte-level"]
+    text = "0000" + "\U00010000" * 26 + "\U0001d499"
+    ids = tokenizer.encode(text).ids
+    assert len(ids) > 100
+    for cut in range(len(ids) - 4, len(ids)):
+        deltas = stream(DetokenizerFactory(DecodeOnly(tokenizer)).create(), ids, [cut])
+        assert "".join(deltas) == text and not any("\ufffd" in delta for delta in deltas)
+
+
 def test_T7_interleaved_answers_do_not_mix():
     tokenizer, _ = TOKENIZERS["byte-level"]
     texts = ["Dobrý večer, Šárko 😀", "日本語のテキスト", "plain", "🏳️‍🌈🏳️‍🌈"]

@@ -39,7 +39,7 @@ INDEX = "vllm_compile_cache.py"
 MANIFEST = "manifest.json"
 ENTRY = "entry.json"
 _KEY = re.compile(r"[A-Za-z0-9_]{1,100}")
-_IGNORED = ("locks", "__pycache__")  # what loading an artifact leaves behind beside it
+_IGNORED = ("locks", "__pycache__")  # torch's own traces, no part of an artifact
 
 Index = dict[
     tuple[int | None, int, str], Any

@@ -261,7 +261,7 @@ def test_other_processors_kernels(tier, monkeypatch):
     needed = "avx512_bf16" if tier.startswith("avx512") else "avx2"
     if needed not in facts.flags:
         pytest.skip(f"this processor has no {needed}")
-    target = Target.of(facts, tier.split()[0], use_amx=False)
+    target = Target.of(facts, tier.split()[0])
     is_fast = tier.startswith("avx512")
     if is_fast:
         target = Target(target.tier, (*target.flags, "-DATOM_FAST_BF16=1"), target.optional_flags)

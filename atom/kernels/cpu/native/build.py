@@ -38,7 +38,6 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd")
 # /proc/cpuinfo's name -> the flag; used where the processor has it and the compiler knows it.
 _EXTRAS_512 = {"avx512_vnni": "-mavx512vnni", "avx512_bf16": "-mavx512bf16", "avx512_vbmi": "-mavx512vbmi"}
 _EXTRAS_256 = {"avx_vnni": "-mavxvnni"}
-_AMX = {"amx_tile": "-mamx-tile", "amx_int8": "-mamx-int8", "amx_bf16": "-mamx-bf16"}
 TIERS = ("avx512", "avx2", "baseline", "arm")
 
 
@@ -55,7 +54,7 @@ class Target:
     optional_flags: tuple[str, ...] = ()  # dropped where the compiler does not know them
 
     @classmethod
-    def of(cls, facts: CpuFacts, tier: str | None = None, use_amx: bool = True) -> Target:
+    def of(cls, facts: CpuFacts, tier: str | None = None) -> Target:
         """The best target for a processor, or a lower ``tier`` of it."""
         if facts.machine in ("aarch64", "arm64"):
             extras = ("+bf16" if "bf16" in facts.flags else "") + ("+i8mm" if "i8mm" in facts.flags else "")
@@ -72,9 +71,9 @@ class Target:
             optional += [flag for name, flag in _EXTRAS_256.items() if name in facts.flags]
         if tier == "avx512":
             flags += [f"-m{name}" for name in _AVX512] + ["-mprefer-vector-width=512"]
-            extras = _EXTRAS_512 | (_AMX if use_amx else {})
-            optional += [flag for name, flag in extras.items() if name in facts.flags]
-            if facts.has_fast_bf16:
+            optional += [flag for name, flag in _EXTRAS_512.items() if name in facts.flags]
+            # Intel runs these dots at half the rate of fp32, also where tiles make other bf16 products fast.
+            if "avx512_bf16" in facts.flags and facts.vendor == "AuthenticAMD":
                 flags.append("-DATOM_FAST_BF16=1")
         return cls(tier, tuple(flags), tuple(optional))
 

@@ -95,17 +95,8 @@ def native_library() -> NativeLibrary | None:
         log.info("native CPU kernels: off (ATOM_CPU_NATIVE=0)")
         return None
     try:
-        try:
-            return _load(use_amx=True)
-        except OSError:
-            if "amx_tile" not in cpu_facts().flags:
-                raise
-            return _load(use_amx=False)  # the kernel may refuse tiles that the processor has
+        path = build_library(Target.of(cpu_facts()))
+        return NativeLibrary(path, get_platform("cpu").default_num_threads)
     except (BuildError, ConfigError, OSError) as error:
         log.warning("native CPU kernels: none, PyTorch's are used: %s", error)
         return None
-
-
-def _load(use_amx: bool) -> NativeLibrary:
-    path = build_library(Target.of(cpu_facts(), use_amx=use_amx))
-    return NativeLibrary(path, get_platform("cpu").default_num_threads)

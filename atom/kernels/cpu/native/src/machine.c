@@ -1,11 +1,6 @@
 /* Whether the processor has what this library was compiled for. Called once, before anything else. */
 #include "atom.h"
 
-#if defined(__AMX_TILE__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 /* 1, or 0: nothing else of the library may be called. */
 int atom_can_run(void) {
     int can = 1;
@@ -25,10 +20,6 @@ int atom_can_run(void) {
 #endif
 #ifdef __AVX512BF16__
     can &= !!__builtin_cpu_supports("avx512bf16");
-#endif
-#if defined(__AMX_TILE__) && defined(__linux__)
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
-    can &= syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0; /* for all threads of the process */
 #endif
 #endif
     return can;

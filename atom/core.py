@@ -40,6 +40,7 @@ class Sequence:
     __slots__ = (
         "id",
         "token_ids",
+        "packed_prompt",
         "num_prompt_tokens",
         "params",
         "stop_ids",
@@ -85,9 +86,11 @@ class Sequence:
         cache_salted: bool = False,
         priority: int = 0,
         arrival_time: float = 0.0,
+        packed_prompt: bytes | None = None,
     ):
         self.id = seq_id
         self.token_ids = token_ids
+        self.packed_prompt = packed_prompt  # the prompt's ids as int32, which a step's buffer copies at once
         self.num_prompt_tokens = len(token_ids)
         self.params = params
         self.stop_ids = stop_ids  # ids that end the answer; empty under ignore_eos

@@ -24,6 +24,7 @@ def make_sequence(
         cache_salted=request.cache_salted,
         priority=request.priority,
         arrival_time=request.arrival_time,
+        packed_prompt=request.token_ids,
     )
     seq.chain = adopt(chain, token_ids, block_size, request.hash_seed, request.token_ids)
     return seq

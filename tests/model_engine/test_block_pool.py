@@ -17,7 +17,7 @@ def test_vacant_blocks_come_first_then_the_oldest_cached_one():
     pool.publish(3, 33, (3,))
     for block in (3, 1, 2, 0):
         pool.free(block)
-    assert [pool.allocate() for _ in range(2)] == [0, 2]  # vacant, lowest id first
+    assert [pool.allocate() for _ in range(2)] == [0, 2]  # vacant, the one released last first
     assert pool.find(11) == 1 and pool.find(33) == 3 and not evicted
     assert pool.allocate() == 3 and evicted == [(3, 33)] and pool.find(33) is None
     pool.claim(1)
@@ -36,12 +36,30 @@ def test_the_latest_block_of_a_hash_wins():
     assert pool.find(5) is None and pool.find(6) == second
 
 
+def test_many_blocks_are_what_as_many_calls_would_give():
+    one, many = BlockPool(9), BlockPool(9)
+    for pool in (one, many):
+        for block in [pool.allocate() for _ in range(6)]:
+            if block in (1, 4):
+                pool.publish(block, 10 + block, (block,))
+            pool.free(block)
+    assert many.allocate_many(8) == [one.allocate() for _ in range(8)] == [5, 3, 2, 0, 6, 7, 8, 1]
+    assert many.allocate_many(3) == [4] and many.allocate_many(1) == []
+
+
+def test_freed_tables_come_back_in_their_order():
+    pool = BlockPool(8)
+    table = pool.allocate_many(5)
+    pool.free_many(reversed(table))
+    assert pool.allocate_many(5) == table == [0, 1, 2, 3, 4]
+
+
 def test_a_double_free_is_an_error():
     pool = BlockPool(1)
     block = pool.allocate()
     pool.free(block)
     try:
-        pool.free(block)
+        pool.free_many([block])
     except ValueError as error:
         assert "block 0" in str(error)
     else:
@@ -113,16 +131,35 @@ class PoolMachine(RuleBasedStateMachine):
         vacant = [b for b in range(6) if b not in self.refs and b not in self.hash_of]
         cached = [b for b in self.release_order if b not in self.refs and b in self.hash_of]
         block = self.pool.allocate()
-        assert block == (vacant[0] if vacant else cached[0] if cached else NO_BLOCK)
+        assert block in vacant if vacant else block == (cached[0] if cached else NO_BLOCK)
         if block != NO_BLOCK:
             self.refs[block] = 1
             assert block not in self.hash_of
+
+    @rule(count=st.integers(0, 7))
+    def allocate_many(self, count):
+        num_free = self.pool.num_free
+        blocks = self.pool.allocate_many(count)
+        assert len(blocks) == len(set(blocks)) == min(count, num_free) and not self.refs.keys() & set(blocks)
+        self.refs.update((block, 1) for block in blocks)
+        assert not self.hash_of.keys() & set(blocks)
+
+    @precondition(lambda self: self.refs)
+    @rule(data=st.data())
+    def free_many(self, data):
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.refs)), unique=True))
+        self.pool.free_many([NO_BLOCK, *blocks])
+        for block in blocks:
+            self._released(block)
 
     @precondition(lambda self: self.refs)
     @rule(data=st.data())
     def free(self, data):
         block = data.draw(st.sampled_from(sorted(self.refs)))
         self.pool.free(block)
+        self._released(block)
+
+    def _released(self, block):
         self.refs[block] -= 1
         if not self.refs[block]:
             del self.refs[block]

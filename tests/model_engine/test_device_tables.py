@@ -76,6 +76,22 @@ def test_prefill_chunks_of_two_prompts(fresh):
     assert block_tables(inputs)[:, :2].tolist() == [[7, 2], [5, 6]]
 
 
+def test_packed_prompts_give_the_ids_that_lists_give():
+    ids, packer = list(range(100, 112)), InputPacker(200)
+    plain = sequence(2, ids)
+    packed = Sequence(
+        2, list(ids), SamplingParams(), max_output_tokens=8, packed_prompt=np.array(ids, np.int32).tobytes()
+    )
+    packed.row = 2
+    for seq in (plain, packed):
+        seq.token_ids += [7, 8]  # computed again after a preemption, an answer belongs to the prefill
+    for start, length in ((0, 12), (3, 5), (8, 6), (12, 2)):
+        both = [
+            packer.pack(batch([seq], [start], [length], 1, [[]])).buffer.tolist() for seq in (plain, packed)
+        ]
+        assert both[0] == both[1] and both[0][-length:] == plain.token_ids[start : start + length]
+
+
 def test_decode_takes_ids_and_positions_from_the_device(fresh):
     tables, packer = fresh()
     first, second = sequence(1, [1, 2, 3]), sequence(4, [9] * 5)

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from heapq import heappop, heappush
 
 NO_BLOCK = -1  # a table column without a block: outside the sliding window, or not loaded
 MAX_LOGGED_CHANGES = 8192
@@ -44,8 +43,9 @@ class BlockPool:
     """``num_blocks`` cache blocks of one group.
 
     A block is *used* (``ref_count`` > 0), *cached* (free, its hash still finds it) or *vacant* (free, no
-    hash). Vacant blocks are handed out first, lowest id first; then the cached block that was released
-    longest ago loses its hash (``on_evict(block, hash)`` is told) and is handed out.
+    hash). Vacant blocks are handed out first, the one released last first (memory that was never touched stays
+    untouched); then the cached block that was released longest ago loses its hash (``on_evict(block, hash)`` is
+    told) and is handed out.
     """
 
     def __init__(self, num_blocks: int, changes: ChangeLog | None = None):
@@ -56,7 +56,7 @@ class BlockPool:
         self._hashes: list[int | None] = [None] * num_blocks
         self._tokens: list[tuple[int, ...] | None] = [None] * num_blocks
         self._index: dict[int, int] = {}
-        self._vacant = list(range(num_blocks))  # sorted, so already a heap
+        self._vacant = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is taken first
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest release first
         self.find = self._index.get  # hash -> block or None; for map() over many hashes
 
@@ -87,7 +87,7 @@ class BlockPool:
     def allocate(self) -> int:
         """A fresh block with one reference; ``NO_BLOCK`` when none is free."""
         if self._vacant:
-            block = heappop(self._vacant)
+            block = self._vacant.pop()
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
             evicted = self._forget(block)
@@ -97,6 +97,19 @@ class BlockPool:
             return NO_BLOCK
         self._refs[block] = 1
         return block
+
+    def allocate_many(self, count: int) -> list[int]:
+        """``count`` fresh blocks, or as many as are free. A prompt takes hundreds: no call for each."""
+        vacant, refs = self._vacant, self._refs
+        num_vacant = min(count, len(vacant))
+        blocks = vacant[len(vacant) - num_vacant :]
+        del vacant[len(vacant) - num_vacant :]
+        blocks.reverse()
+        for block in blocks:
+            refs[block] = 1
+        while len(blocks) < count and (block := self.allocate()) != NO_BLOCK:
+            blocks.append(block)
+        return blocks
 
     def claim(self, block: int) -> None:
         """One more owner of a used or cached block; its content stays."""
@@ -112,6 +125,21 @@ class BlockPool:
         self._refs[block] = refs
         if refs == 0:
             self._to_free(block)
+
+    def free_many(self, blocks: Iterable[int]) -> None:
+        """As :meth:`free` for each of ``blocks``, in their order; ``NO_BLOCK`` is skipped."""
+        refs, hashes, vacate, cached = self._refs, self._hashes, self._vacant.append, self._cached
+        for block in blocks:
+            if block < 0:
+                continue
+            if refs[block] != 1:
+                self.free(block)
+                continue
+            refs[block] = 0
+            if hashes[block] is None:
+                vacate(block)
+            else:
+                cached[block] = None
 
     def publish(self, block: int, block_hash: int, tokens: tuple[int, ...]) -> None:
         """Let ``block_hash`` find ``block``, whose KV is complete. The latest block of a hash wins."""
@@ -133,7 +161,7 @@ class BlockPool:
             self._forget(block)
             if block in self._cached:
                 del self._cached[block]
-                heappush(self._vacant, block)
+                self._vacant.append(block)
 
     def clear_cache(self) -> None:
         """Forget every hash. Used blocks stay with their owners, cached ones become vacant."""
@@ -142,13 +170,13 @@ class BlockPool:
             self._tokens[block] = None
         self._index.clear()
         for block in self._cached:
-            heappush(self._vacant, block)
+            self._vacant.append(block)
         self._cached.clear()
         self.changes.record_clear()
 
     def _to_free(self, block: int) -> None:
         if self._hashes[block] is None:
-            heappush(self._vacant, block)
+            self._vacant.append(block)
         else:
             self._cached[block] = None
 
@@ -167,10 +195,31 @@ class BlockPool:
         self._tokens[block] = None
         if block in self._cached:
             del self._cached[block]
-            heappush(self._vacant, block)
+            self._vacant.append(block)
 
     def check_integrity(self, owners: Mapping[int, int]) -> list[str]:
         """What is wrong, one sentence a fault. ``owners[block]`` counts the tables that hold the block."""
+        return [] if self._is_sound(owners) else self._faults(owners)
+
+    def _is_sound(self, owners: Mapping[int, int]) -> bool:
+        """Whether :meth:`_faults` would find nothing, without a Python loop over blocks that nobody uses."""
+        refs, hashes, cached = self._refs, self._hashes, self._cached
+        free = set(self._vacant)
+        num_free = len(self._vacant) + len(cached)
+        return (
+            num_free == self.num_blocks - len(owners)
+            and len(free) == len(self._vacant)
+            and free.isdisjoint(cached)
+            and free.isdisjoint(owners)
+            and cached.keys().isdisjoint(owners)
+            and refs.count(0) == num_free
+            and all(0 < count == refs[block] for block, count in owners.items())
+            and len(self._index) == self.num_blocks - hashes.count(None)
+            and all(hashes[block] == block_hash for block_hash, block in self._index.items())
+            and all(hashes[block] is not None for block in cached)
+        )
+
+    def _faults(self, owners: Mapping[int, int]) -> list[str]:
         faults = []
         vacant, cached = set(self._vacant), set(self._cached)
         if len(vacant) != len(self._vacant) or vacant & cached:
@@ -197,7 +246,7 @@ class BlockPool:
     def rebuild(self, owners: Mapping[int, int]) -> None:
         """Take ``owners`` as the truth: restore counts and free lists, and forget every hash."""
         self._refs = [owners.get(block, 0) for block in range(self.num_blocks)]
-        self._vacant = [block for block in range(self.num_blocks) if not self._refs[block]]
+        self._vacant = [block for block in range(self.num_blocks - 1, -1, -1) if not self._refs[block]]
         self._cached.clear()
         self._hashes = [None] * self.num_blocks
         self._tokens = [None] * self.num_blocks

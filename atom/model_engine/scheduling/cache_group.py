@@ -166,15 +166,14 @@ class PagedGroup(CacheGroup):
         covered = column * size
         if upto - covered > size and upto - covered > pool.num_free * size:
             return 0
-        while covered < upto:
-            block = pool.allocate()
-            if block == NO_BLOCK:
-                return 0
-            table.append(block)
-            patches.append((seq.row, column, block))
-            column += 1
-            covered += size
-        return covered
+        if upto <= covered:
+            return covered
+        missing = ceil_div(upto - covered, size)
+        blocks = pool.allocate_many(missing)
+        table += blocks
+        row = seq.row
+        patches += [(row, at, block) for at, block in enumerate(blocks, column)]
+        return covered + missing * size if len(blocks) == missing else 0
 
     def publish(self, seq: Sequence, first: int, last: int) -> None:
         table, hashes, tokens, size = seq.tables[self.index], seq.chain.hashes, seq.token_ids, self.block_size
@@ -196,10 +195,7 @@ class PagedGroup(CacheGroup):
                 pool.unpublish(block)
 
     def free(self, seq: Sequence) -> None:
-        free = self.pool.free
-        for block in reversed(seq.tables[self.index]):
-            if block >= 0:
-                free(block)
+        self.pool.free_many(reversed(seq.tables[self.index]))
 
     @property
     def num_free(self) -> int:

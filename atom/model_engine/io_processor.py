@@ -134,10 +134,7 @@ class InputOutputProcessor:
             request.guide = shipped.index(param, guide)
             for index in range(param.n):
                 seq_id = next(self._ids)
-                seeded = msgspec.structs.replace(
-                    request.params, seed=_sibling_seed(request.params.seed, index)
-                )
-                message.requests.append(msgspec.structs.replace(request, id=seq_id, params=seeded))
+                message.requests.append(_sibling(request, seq_id, index))
                 message.chains.append(prompt.chain)
                 stops = make_stop_checker(param.stop_strings, stop_gate)
                 detokenizer = self._detokenizers.create(param.skip_special_tokens)
@@ -318,7 +315,13 @@ class _Guides:
         return self._indices[key]
 
 
-def _sibling_seed(seed: int, index: int) -> int:
-    """Independent noise for each of n answers; the first keeps the request's own seed."""
-    value = (seed + index) & (2**64 - 1)
-    return value - 2**64 if value >= 2**63 else value
+def _sibling(request: NewRequest, seq_id: int, index: int) -> NewRequest:
+    """The request of the n-th answer: independent noise for each, the first keeps the request's own seed."""
+    if index == 0:
+        request.id = seq_id
+        return request
+    value = (request.params.seed + index) & (2**64 - 1)
+    seed = value - 2**64 if value >= 2**63 else value
+    return msgspec.structs.replace(
+        request, id=seq_id, params=msgspec.structs.replace(request.params, seed=seed)
+    )

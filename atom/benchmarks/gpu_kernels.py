@@ -56,7 +56,8 @@ VARLEN_SHAPES = [
     TileShape(128, 128, 8, 2, True),
 ]
 DECODE_SHAPES = [(64, 2, 3), (64, 4, 3), (64, 4, 2), (32, 2, 4), (128, 4, 2), (64, 2, 2)]
-ROTATE_SHAPES = [(8, 2), (8, 1), (8, 4), (16, 4), (4, 1), (32, 8)]  # heads a program, warps
+# Heads and tokens a program, warps.
+ROTATE_SHAPES = [(8, 4, 4), (8, 1, 4), (8, 2, 4), (8, 4, 8), (8, 8, 8), (4, 4, 4), (16, 4, 8), (4, 8, 4)]
 
 
 class Bench:
@@ -364,14 +365,14 @@ def time_rotation(bench: Bench, model: str) -> None:
     weight = random(num_turned, heads.dim, dtype=torch.float32)
     cache = [random(NUM_ROWS // PAGE, heads.kv, PAGE, heads.dim) for _ in range(2)]
 
-    def call(qkv: torch.Tensor, shape: tuple[int, int]) -> None:
-        per_program, num_warps = shape
+    def call(qkv: torch.Tensor, shape: tuple[int, int, int]) -> None:
+        num_heads, num_tokens, num_warps = shape
         rotate_and_write(
             qkv, heads.q, cos, sin, weight, 1e-6, *cache, slots,
-            heads_per_program=per_program, num_warps=num_warps,
+            heads_per_program=num_heads, tokens_per_program=num_tokens, num_warps=num_warps,
         )  # fmt: skip
 
-    def measure(shape: tuple[int, int]) -> float | None:
+    def measure(shape: tuple[int, int, int]) -> float | None:
         def check() -> float:
             qkv = qkvs[0].clone()
             turned = rotary.rotary(norm.rms_norm(qkv[:, :num_turned], weight, 1e-6), cos, sin)
@@ -389,7 +390,7 @@ def time_rotation(bench: Bench, model: str) -> None:
     found = {key: value for key, value in times.items() if value is not None}
     # All is read; turned heads are written back, and keys and values to the cache.
     num_bytes = 2 * NUM_ROWS * heads.dim * (total + num_turned + 2 * heads.kv)
-    ours = found.get(str((HEADS_PER_PROGRAM, 4)))
+    ours = found.get(str((HEADS_PER_PROGRAM, 4, 4)))
     bench.add(f"rotate {model}", ours, found, num_bytes / H200.read_gb_s / 1e3)
 
 

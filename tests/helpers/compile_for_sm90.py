@@ -146,6 +146,7 @@ CASES = {
             values=HALF,
             slots="*i64",
             eps=F32,
+            num_tokens=I32,
             qkv_token=I32,
         ),
         dict(
@@ -159,6 +160,7 @@ CASES = {
             DIM=128,
             HALF_PAD=64,
             HEADS=rotary_cache.HEADS_PER_PROGRAM,
+            TOKENS=4,
         ),
         dict(num_warps=4),
     ),

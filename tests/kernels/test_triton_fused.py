@@ -81,7 +81,8 @@ def rotate_by_reference(qkv, num_heads, num_kv_heads, cos, sin, weight, keys, va
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("num_heads, num_kv_heads, dim", [(4, 2, 16), (6, 1, 24), (16, 8, 128)])
-def test_rotation_and_cache_write(dtype, has_norm, num_heads, num_kv_heads, dim):
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_rotation_and_cache_write(dtype, has_norm, num_heads, num_kv_heads, dim, tokens):
     num_tokens = 5
     qkv = random(num_tokens, num_heads + 2 * num_kv_heads, dim, dtype=dtype)
     qkv[1, -1, 3], qkv[2, num_heads, 0], qkv[4, -1, 1] = float("inf"), float("nan"), float("nan")
@@ -90,7 +91,7 @@ def test_rotation_and_cache_write(dtype, has_norm, num_heads, num_kv_heads, dim)
     slots = torch.tensor([5, 0, 11, -1, -1], device=DEVICE)
     caches = [[random(3, num_kv_heads, BLOCK, dim, dtype=dtype, seed=s) for s in (4, 5)] for _ in range(2)]
     wanted = rotate_by_reference(qkv, num_heads, num_kv_heads, cos, sin, weight, *caches[1], slots)
-    rotate_and_write(qkv, num_heads, cos, sin, weight, 1e-6, *caches[0], slots)
+    rotate_and_write(qkv, num_heads, cos, sin, weight, 1e-6, *caches[0], slots, tokens_per_program=tokens)
     close(qkv, wanted)
     for found, expected in zip(*caches, strict=True):
         close(found, expected)

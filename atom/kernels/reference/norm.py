@@ -20,5 +20,7 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``total = x + residual`` (rounded to their dtype) and its norm: ``(norm, total)``."""
-    total = x + residual
+    # Added in fp32, which rounds alike: Inductor makes x + residual part of the product before it, as addmm, and that
+    # copies the residual to its output first. A pass of its own over both costs less.
+    total = (x.float() + residual.float()).to(x.dtype)
     return rms_norm(total, weight, eps), total

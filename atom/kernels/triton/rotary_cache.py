@@ -7,9 +7,10 @@ import triton.language as tl
 from atom.kernels.triton.kv_cache import finite
 
 HEADS_PER_PROGRAM = 8
+MANY_TOKENS = 1024  # from here on a program takes several tokens: there are enough programs then
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_and_write(
     qkv,
     cos,
@@ -21,6 +22,7 @@ def _rotate_and_write(
     key_factor,
     value_factor,
     eps,
+    num_tokens,
     qkv_token,
     HAS_NORM: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
@@ -30,12 +32,14 @@ def _rotate_and_write(
     DIM: tl.constexpr,
     HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    channel = tl.arange(0, HALF_PAD)[None, :]
+    # [TOKENS, HEADS, HALF_PAD]: rotations are read once for all heads, the norm's weights once for all tokens.
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None, None]
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[None, :, None]
+    channel = tl.arange(0, HALF_PAD)[None, None, :]
     half: tl.constexpr = DIM // 2
-    in_half = channel < half
+    in_half = (channel < half) & (token < num_tokens)
     mask = (head < NUM_HEADS + 2 * KV_HEADS) & in_half
     source = qkv + token * qkv_token + head * DIM + channel
     first = tl.load(source, mask=mask, other=0.0)
@@ -44,10 +48,11 @@ def _rotate_and_write(
     x = first.to(tl.float32)
     y = second.to(tl.float32)
     if HAS_NORM:
-        inverse = tl.rsqrt(tl.sum(x * x + y * y, 1) / DIM + eps)[:, None]
+        inverse = tl.rsqrt(tl.sum(x * x + y * y, 2) / DIM + eps)[:, :, None]
         factors = weight + head * DIM + channel
-        x = x * inverse * tl.load(factors, mask=mask & is_turned, other=0.0)
-        y = y * inverse * tl.load(factors + half, mask=mask & is_turned, other=0.0)
+        is_factor = is_turned & (channel < half)
+        x = x * inverse * tl.load(factors, mask=is_factor, other=0.0)
+        y = y * inverse * tl.load(factors + half, mask=is_factor, other=0.0)
         x = x.to(first.dtype).to(tl.float32)
         y = y.to(first.dtype).to(tl.float32)
     row = token * DIM + channel
@@ -64,20 +69,20 @@ def _rotate_and_write(
     tl.store(source, new_first, mask=mask & (is_turned | (first - first != 0.0)))
     tl.store(source + half, new_second, mask=mask & (is_turned | (second - second != 0.0)))
 
-    slot = tl.load(slots + token)
-    if slot >= 0:
-        is_key = is_kept & is_turned
-        kv_head = head - NUM_HEADS - tl.where(is_key, 0, KV_HEADS)
-        place = ((slot // PAGE) * KV_HEADS + kv_head) * PAGE * DIM + (slot % PAGE) * DIM + channel
-        if HAS_FACTORS:
-            factor = tl.where(is_key, tl.load(key_factor), tl.load(value_factor))
-            new_first = new_first.to(tl.float32) / factor
-            new_second = new_second.to(tl.float32) / factor
-        kind: tl.constexpr = keys.dtype.element_ty
-        tl.store(keys + place, new_first.to(kind), mask=mask & is_key)
-        tl.store(keys + place + half, new_second.to(kind), mask=mask & is_key)
-        tl.store(values + place, new_first.to(kind), mask=mask & is_kept & (is_turned == 0))
-        tl.store(values + place + half, new_second.to(kind), mask=mask & is_kept & (is_turned == 0))
+    slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+    is_stored = mask & is_kept & (slot >= 0)
+    is_key = is_kept & is_turned
+    kv_head = head - NUM_HEADS - tl.where(is_key, 0, KV_HEADS)
+    place = ((slot // PAGE) * KV_HEADS + kv_head) * PAGE * DIM + (slot % PAGE) * DIM + channel
+    if HAS_FACTORS:
+        factor = tl.where(is_key, tl.load(key_factor), tl.load(value_factor))
+        new_first = new_first.to(tl.float32) / factor
+        new_second = new_second.to(tl.float32) / factor
+    kind: tl.constexpr = keys.dtype.element_ty
+    tl.store(keys + place, new_first.to(kind), mask=is_stored & is_key)
+    tl.store(keys + place + half, new_second.to(kind), mask=is_stored & is_key)
+    tl.store(values + place, new_first.to(kind), mask=is_stored & (is_turned == 0))
+    tl.store(values + place + half, new_second.to(kind), mask=is_stored & (is_turned == 0))
 
 
 def rotate_and_write(
@@ -94,6 +99,7 @@ def rotate_and_write(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     heads_per_program: int = HEADS_PER_PROGRAM,
+    tokens_per_program: int | None = None,
     num_warps: int = 4,
 ) -> None:
     """Norm and rotate the query and key heads of ``qkv`` where they are, and store its keys and values.
@@ -107,11 +113,13 @@ def rotate_and_write(
         keys: ``[num_blocks, num_kv_heads, block_size, head_dim]``, contiguous, written; ``values`` alike.
         slots: ``[num_tokens]`` int64; a token with slot -1 is not stored.
         k_scale: ``[1]`` fp32, what a stored key is divided by; ``v_scale`` alike. None: 1.
+        tokens_per_program: None: by the number of tokens.
     """
     num_tokens, total_heads, dim = qkv.shape
     if num_tokens == 0:
         return
-    _rotate_and_write[(num_tokens, triton.cdiv(total_heads, heads_per_program))](
+    tokens = tokens_per_program or (4 if num_tokens >= MANY_TOKENS else 1)
+    _rotate_and_write[(triton.cdiv(num_tokens, tokens), triton.cdiv(total_heads, heads_per_program))](
         qkv,
         cos,
         sin,
@@ -122,6 +130,7 @@ def rotate_and_write(
         k_scale,
         v_scale,
         eps,
+        num_tokens,
         qkv.stride(0),
         HAS_NORM=weight is not None,
         HAS_FACTORS=k_scale is not None,
@@ -131,5 +140,6 @@ def rotate_and_write(
         DIM=dim,
         HALF_PAD=triton.next_power_of_2(dim // 2),
         HEADS=heads_per_program,
+        TOKENS=tokens,
         num_warps=num_warps,
     )

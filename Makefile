@@ -46,7 +46,7 @@ bench-cpu: $(STAMP)  ## Time the demo model beside transformers on this CPU (ARG
 	@$(BIN)/python -m atom.benchmarks.cpu_suite $(ARGS)
 
 gpu-test:  ## Run the GPU tests with the machine's own interpreter: make gpu-test PYTHON=python3
-	@$(PYTHON) -m pytest tests/gpu tests/kernels/test_triton_attention.py tests/kernels/test_triton_fused.py tests/kernels/test_triton_decode.py
+	@$(PYTHON) -m tests.gpu.run $(ARGS)
 
 clean:  ## Remove the virtual environment and caches of the tools
 	@rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build *.egg-info

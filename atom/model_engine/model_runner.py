@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from atom.config import CompilationLevel, Config, set_current_atom_config
 from atom.config_parts import CompilationConfig, CUDAGraphMode, KVCacheTensor
-from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenLogprobs, TokenMasks
+from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenMasks
 from atom.errors import ConfigError
 from atom.kernels.cpu.native.library import native_library
 from atom.kernels.reference import sampling as reference_sampling
@@ -23,6 +23,7 @@ from atom.model_engine.runner.forward_pass import ForwardPass, ForwardResult
 from atom.model_engine.runner.graph_recorder import GraphRecorder, RecordedBucket
 from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
 from atom.model_engine.runner.limits import scheduler_limits
+from atom.model_engine.runner.prompt_scores import PromptScores, score_prompts
 from atom.model_engine.runner.step_profiler import StepProfiler
 from atom.model_engine.runner.step_sizes import StepSizes, largest_chunk, measured_sizes
 from atom.model_engine.runner.warm_up import compile_decode_kernels, warm_up_batches
@@ -34,7 +35,6 @@ from atom.model_loader.model_files import ModelFiles
 from atom.model_ops import sampler_cpu
 from atom.model_ops.attentions.backend import override_backend
 from atom.model_ops.dense_decoder import DenseDecoder, FusedDecoder
-from atom.model_ops.logprobs import prompt_logprobs
 from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_bans, to_batch_output
 from atom.models.registry import get_model_class, support_model_arch_dict
 from atom.platforms import get_platform
@@ -66,7 +66,7 @@ class StepHandle:
         None  # what a fused decoder made in the same call, instead of logits or beside them
     )
     sampled: SampleResult | None = None
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_scores: PromptScores | None = None
 
 
 class ModelRunner(Worker):
@@ -352,7 +352,8 @@ class ModelRunner(Worker):
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         handle = self.run_model(batch, self._sampler.plan(batch))
-        self._score_prompts(handle, handle.result.hidden)
+        hidden = handle.result.hidden
+        handle.prompt_scores = score_prompts(batch, hidden, self.model.compute_logits, self._sampler)
         return handle
 
     def run_model(self, batch: ScheduledBatch, plan: SamplingPlan) -> StepHandle:
@@ -392,24 +393,6 @@ class ModelRunner(Worker):
         last = result.cu_seqlens_q[1:].long() - 1
         return result.hidden[last if plan.index is None else last[plan.index]]
 
-    def _score_prompts(self, handle: StepHandle, hidden: torch.Tensor) -> None:
-        """Log-probabilities of the prompt tokens that follow this step's positions, where asked for."""
-        batch, at = handle.batch, 0
-        for index in range(batch.num_prefill_seqs):
-            seq, start, count = batch.seqs[index], batch.starts[index], batch.num_scheduled[index]
-            if seq.params.prompt_logprobs is not None:
-                end = min(start + count, seq.num_prompt_tokens - 1)
-                next_ids = torch.tensor(seq.token_ids[start + 1 : end + 1], device=self.device)
-                handle.prompt_logprobs[index] = prompt_logprobs(
-                    hidden[at : at + max(0, end - start)],
-                    self.model.compute_logits,
-                    next_ids,
-                    seq.params.prompt_logprobs,
-                    self._sampler.num_valid_ids,
-                    self._sampler.ops,
-                )
-            at += count
-
     def needs_late_mask(self, handle: StepHandle) -> bool:
         return handle.plan.needs_late_mask
 
@@ -439,7 +422,8 @@ class ModelRunner(Worker):
             output = BatchOutput([0] * handle.batch.num_seqs)
         else:
             output = to_batch_output(handle.batch, handle.plan, handle.sampled)
-        output.prompt_logprobs = handle.prompt_logprobs or None
+        if handle.prompt_scores is not None:
+            output.prompt_logprobs = handle.prompt_scores.read()
         return output
 
     def warm_up(self, report: ReportProgress) -> None:

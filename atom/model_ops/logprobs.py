@@ -7,6 +7,9 @@ from types import ModuleType
 import torch
 
 from atom.core import TokenLogprobs
+from atom.model_ops.host_copy import start_copy
+
+ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 
 CHUNK_BYTES = 64 * 2**20  # float32 log-probabilities held at a time
 
@@ -22,6 +25,19 @@ class LogprobTensors:
     ranks: torch.Tensor
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
+
+    def to_host(self) -> "LogprobTensors":
+        """The same in host memory, to be read once an event recorded after this call has passed."""
+        if self.ids.device.type == "cpu":
+            return self
+        return LogprobTensors(*(start_copy(getattr(self, field)) for field in self.__slots__))
+
+    @classmethod
+    def join(cls, parts: list["LogprobTensors"]) -> "LogprobTensors":
+        """The tokens of all ``parts``, one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(torch.cat([getattr(part, field) for part in parts]) for field in cls.__slots__))
 
     def to_list(self, num_top: list[int] | None = None) -> list[TokenLogprobs]:
         """One entry a token; ``num_top[i]`` (default: all) alternatives of token i. Waits for the device."""
@@ -46,33 +62,30 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int, ops: M
         top_logprobs, top_ids = ops.top(values, min(num_top, vocab_size))
         chosen = values.gather(-1, own.unsqueeze(-1)).squeeze(-1)
         parts.append(LogprobTensors(own, chosen, ops.rank_of(values, own), top_ids, top_logprobs))
-    if len(parts) == 1:
-        return parts[0]
-    fields = LogprobTensors.__slots__
-    return LogprobTensors(*(torch.cat([getattr(part, field) for part in parts]) for field in fields))
+    return LogprobTensors.join(parts)
 
 
 def prompt_logprobs(
     hidden_states: torch.Tensor,
-    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    compute_logits: ComputeLogits,
     next_ids: torch.Tensor,
     num_top: int,
     num_valid_ids: int,
     ops: ModuleType,
-) -> list[TokenLogprobs]:
+) -> LogprobTensors:
     """Log-probabilities of the prompt token after each position of a chunk.
 
     Logits are computed for a bounded number of positions at a time: 2,048 positions of a 262,144-word
     vocabulary would take 2 GiB at once.
 
     Args:
-        hidden_states: [n, hidden_size].
+        hidden_states: [n, hidden_size], n at least 1.
         compute_logits: the model's head, [m, hidden_size] -> [m, at least num_valid_ids].
         next_ids: [n] int64, the token that follows each position.
     """
     chunk = max(1, CHUNK_BYTES // (4 * num_valid_ids))
-    entries: list[TokenLogprobs] = []
+    parts = []
     for start in range(0, len(next_ids), chunk):
         logits = compute_logits(hidden_states[start : start + chunk])[:, :num_valid_ids]
-        entries += token_logprobs(logits, next_ids[start : start + chunk], num_top, ops).to_list()
-    return entries
+        parts.append(token_logprobs(logits, next_ids[start : start + chunk], num_top, ops))
+    return LogprobTensors.join(parts)

@@ -19,6 +19,7 @@ import torch
 from atom.core import BatchOutput, ScheduledBatch, TokenMasks
 from atom.distributed.parallel_state import get_tp_group
 from atom.model_ops import sampler_cpu
+from atom.model_ops.host_copy import start_copy, to_device
 from atom.model_ops.logprobs import LogprobTensors, token_logprobs
 from atom.model_ops.sampler_tables import (
     BANS,
@@ -106,12 +107,8 @@ class SampleResult:
         """
         if self.token_ids.device.type == "cpu":
             return self
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = LogprobTensors(
-                *(_start_copy(getattr(self.logprobs, f)) for f in LogprobTensors.__slots__)
-            )
-        result = SampleResult(_start_copy(self.token_ids), _start_copy(self.is_finite), logprobs)
+        logprobs = None if self.logprobs is None else self.logprobs.to_host()
+        result = SampleResult(start_copy(self.token_ids), start_copy(self.is_finite), logprobs)
         result.arrival = torch.cuda.Event()
         result.arrival.record()
         return result
@@ -120,11 +117,6 @@ class SampleResult:
         """Return once everything is there."""
         if self.arrival is not None:
             self.arrival.synchronize()
-
-
-def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The beginning of an asynchronous copy into pinned memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class Sampler:
@@ -150,6 +142,8 @@ class Sampler:
         self.ops = ops
         self.tables = SamplerTables(num_rows, num_valid_ids, device)
         self._composition = _Composition([], -1)
+        # Assigning a number through an index would copy it to the device, and wait for that.
+        self._never = torch.full((), -torch.inf, device=device)
         self._topk_log = make_topk_log(get_tp_group().rank)
 
     def plan(self, batch: ScheduledBatch) -> SamplingPlan:
@@ -231,14 +225,13 @@ class Sampler:
                 bans += [(i, word[0]) for word in seq.bad_word_ids if len(word) == 1 and word[0] < limit]
         if bias:
             row, ids, values = zip(*bias, strict=True)
-            values = torch.from_numpy(np.array(values, np.float32)).to(self.device, non_blocking=True)
+            values = to_device(np.array(values, np.float32), self.device)
             composition.bias = (self._tensor(row), self._tensor(ids), values)
         composition.bans = self._pairs(bans)
 
     def _tensor(self, values: Values[int]) -> torch.Tensor:
-        # Half the time of torch.tensor. From pageable memory the bytes are taken before the call returns, and
-        # non_blocking keeps it from waiting for the device.
-        return torch.from_numpy(np.array(values, np.int64)).to(self.device, non_blocking=True)
+        # Half the time of torch.tensor, which waits for the device besides.
+        return to_device(np.array(values, np.int64), self.device)
 
     def _pairs(self, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not pairs:
@@ -314,7 +307,7 @@ class Sampler:
                 early = [(row, i) for row, i in early if row not in masks.ended]
         for bans in (composition.bans, self._pairs(early + late)):
             if bans is not None:
-                logits[bans] = -torch.inf
+                logits[bans] = self._never
 
     def _sample_random(
         self, logits: torch.Tensor, best: torch.Tensor, plan: SamplingPlan, ids: torch.Tensor

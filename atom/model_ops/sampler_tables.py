@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from atom.core import Sequence
+from atom.model_ops.host_copy import to_device
 
 # What a row needs beyond arg-max, as bits of ``SamplerTables.needs[row]``.
 RANDOM = 1
@@ -54,15 +55,13 @@ class PenaltyStore:
         ids = np.unique(ids[ids < self.vocab_size])
         output, counts = np.unique(output[output < self.vocab_size], return_counts=True)
         self._counts[slot] = 0
-        output = torch.from_numpy(output).to(self.device, non_blocking=True)
-        self._counts[slot, output] = torch.from_numpy(counts.astype(np.int32)).to(
-            self.device, non_blocking=True
-        )
+        counts = to_device(counts.astype(np.int32), self.device)
+        self._counts[slot, to_device(output, self.device)] = counts
         self._lengths[slot] = len(ids)
         self._grow_width(len(ids))
         if len(ids):
             self._held[slot] = int(ids[0])
-            self._held[slot, : len(ids)] = torch.from_numpy(ids).to(self.device, non_blocking=True)
+            self._held[slot, : len(ids)] = to_device(ids, self.device)
         return slot
 
     def give_back(self, slot: int) -> None:
@@ -100,7 +99,7 @@ class PenaltyStore:
         if not members:
             return
         if len(members) < len(host_slots):  # a prompt without one valid id, before its answer
-            select = torch.from_numpy(np.array(members, np.int64)).to(self.device, non_blocking=True)
+            select = to_device(np.array(members, np.int64), self.device)
             rows, slots = rows[select], slots[select]
             presence, frequency, repetition = presence[select], frequency[select], repetition[select]
         width = max(self._lengths[slot] for slot in host_slots)
@@ -122,8 +121,7 @@ class PenaltyStore:
             if columns[i] == 0:  # nothing to repeat yet
                 self._held[slot] = ids[i]
             self._lengths[slot] += 1
-        columns = torch.from_numpy(np.array(columns, np.int64)).to(self.device, non_blocking=True)
-        self._held[slots, columns] = ids
+        self._held[slots, to_device(np.array(columns, np.int64), self.device)] = ids
         self._counts[slots, ids] += 1
 
 
@@ -141,9 +139,9 @@ class SamplerTables:
         self._host_seeds = np.zeros(num_rows + 1, np.int64)
         self._host_top_k = np.zeros(num_rows + 1, np.int32)
         # On the CPU these share the arrays' memory; elsewhere ``admit`` copies a row.
-        self._floats = torch.from_numpy(self._host_floats).to(device, non_blocking=True)
-        self._seeds = torch.from_numpy(self._host_seeds).to(device, non_blocking=True)
-        self._top_k = torch.from_numpy(self._host_top_k).to(device, non_blocking=True)
+        self._floats = to_device(self._host_floats, device)
+        self._seeds = to_device(self._host_seeds, device)
+        self._top_k = to_device(self._host_top_k, device)
         self.needs = [0] * (num_rows + 1)
         self.seqs: list[Sequence | None] = [None] * (num_rows + 1)
         self.slots = [-1] * (num_rows + 1)  # of the penalty store
@@ -167,7 +165,7 @@ class SamplerTables:
         )  # fmt: skip
         self._host_top_k[row] = max(0, p.top_k)
         self._host_seeds[row] = self._seed_of(seq)
-        # From pageable memory the bytes are taken before the call returns; non_blocking: without waiting for steps.
+        # So few bytes of pageable memory are taken before the call returns; non_blocking: without waiting for steps.
         for device, host in (
             (self._floats, self._host_floats), (self._top_k, self._host_top_k), (self._seeds, self._host_seeds),
         ):  # fmt: skip

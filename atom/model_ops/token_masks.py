@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from atom.core import TokenMasks
+from atom.model_ops.host_copy import to_device
 
 SPARSE_SHARE = 1 / 16  # of the words: up to here single ids are cheaper than a pass over the vocabulary
 _CHUNK = 4096  # bytes of bits at a time: their limits stay in the cache
@@ -20,13 +21,13 @@ def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
         for row, words in zip(masks.rows, bits, strict=True):
             mask_row(rows[row], words.view(np.uint32))
     else:
-        apply_bits(logits, masks.rows, torch.from_numpy(bits))
+        apply_bits(logits, masks.rows, bits)
 
 
-def apply_bits(logits: torch.Tensor, rows: list[int], bits: torch.Tensor) -> None:
+def apply_bits(logits: torch.Tensor, rows: list[int], words: np.ndarray) -> None:
     """:func:`apply_masks` in tensor operations on the logits' device, without waiting for it."""
     device, num_ids = logits.device, logits.shape[-1]
-    bits = bits.to(device, non_blocking=True)
+    bits = to_device(words, device)
     shifts = torch.arange(32, dtype=torch.int32, device=device)
     is_allowed = (bits.unsqueeze(-1) >> shifts).bitwise_and_(1).bool().view(len(rows), -1)[:, :num_ids]
     if is_allowed.shape[-1] < num_ids:
@@ -34,7 +35,7 @@ def apply_bits(logits: torch.Tensor, rows: list[int], bits: torch.Tensor) -> Non
     if rows == list(range(len(logits))):
         logits.masked_fill_(~is_allowed, -torch.inf)
         return
-    index = torch.tensor(rows, device=device)
+    index = to_device(np.array(rows, np.int64), device)
     logits[index] = logits[index].masked_fill_(~is_allowed, -torch.inf)
 
 

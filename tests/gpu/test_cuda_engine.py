@@ -67,7 +67,7 @@ def test_preemption_changes_nothing(folders):
 
 
 def test_memory_is_planned_from_the_utilization(folders):
-    driver = run(folders["llama"], "cuda", kv_cache_memory=None, gpu_memory_utilization=0.2)
+    driver = run(folders["llama"], "cuda", kv_cache_memory=None, gpu_memory_utilization=0.1)
     info = driver.core.worker.info()
     assert info["device"] == "cuda" and info["loop"] == "overlapped"
     assert info["kv_cache_bytes"] > 0

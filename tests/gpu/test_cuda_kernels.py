@@ -7,6 +7,7 @@ import torch
 
 from atom.kernels.reference import activation, norm, rotary
 from atom.kernels.reference.attention import attend
+from atom.kernels.reference.kv_cache import stored
 from atom.kernels.triton import elementwise
 from atom.kernels.triton.decode_attention import decode_attention
 from atom.kernels.triton.kv_cache import write_kv
@@ -133,7 +134,7 @@ def test_an_fp8_cache_with_scales(query_lens):
     """Against the same cache widened; what fp8 itself costs is no matter of the kernel."""
     state = Step(HEADS["8B"], query_lens, [500, 300, 77, 1000, 600])
     scales = [torch.tensor([scale], device="cuda") for scale in (0.02, 0.01)]
-    small = [(c / scale).to(torch.float8_e4m3fn) for c, scale in zip(state.cache, scales, strict=True)]
+    small = [stored(c / scale, torch.float8_e4m3fn) for c, scale in zip(state.cache, scales, strict=True)]
     wide = [(c.float() * scale).bfloat16() for c, scale in zip(small, scales, strict=True)]
     outputs = []
     for cache, (k_scale, v_scale) in ((small, scales), (wide, (None, None))):
@@ -180,8 +181,8 @@ def test_rotation_and_cache_write(heads, has_norm, num_tokens):
     wanted = torch.cat((rotary.rotary(wanted, cos, sin), state.v), dim=1)
     rotate_and_write(state.qkv, num_heads, cos, sin, weight, 1e-6, *state.cache, state.slots)
     assert error_of(state.qkv, wanted) < MAX_ERROR
-    stored = [c.transpose(1, 2).flatten(0, 1)[state.slots] for c in state.cache]
-    assert torch.equal(torch.cat(stored, dim=1), state.qkv[:, num_heads:])
+    written = [c.transpose(1, 2).flatten(0, 1)[state.slots] for c in state.cache]
+    assert torch.equal(torch.cat(written, dim=1), state.qkv[:, num_heads:])
 
 
 @pytest.mark.parametrize("size", [1024, 2048, 4096, 14336])

@@ -1,7 +1,6 @@
 """Levels and graph modes on a CUDA device: every family says what it says eagerly on the CPU."""
 
 import pytest
-import torch
 
 from atom.config import Config
 from atom.sampling_params import SamplingParams
@@ -108,28 +107,3 @@ def test_random_sampling_and_preemption_under_graphs(folders):
     recorded = run(folders["llama"], "cuda", 0, "FULL", params=params, **fields)
     assert recorded.core.scheduler.stats()["preemptions"] > 0
     assert recorded.tokens == eager.tokens
-
-
-@pytest.mark.parametrize("mode", ["NONE", "FULL"])
-def test_launching_and_sampling_wait_for_nothing(folders, expected, monkeypatch, mode):
-    def without_waiting(call):
-        def checked(*args):
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return call(*args)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return checked
-
-    for params in (GREEDY, SamplingParams(temperature=0.8, seed=3, max_tokens=12)):
-        driver = run(folders["llama"], "cuda", 0, mode, params=params)  # compiles what the second run needs
-        again = {seq_id + 100: ids for seq_id, ids in PROMPTS.items()}
-        worker = driver.core.worker
-        driver.core.scheduler.clear_prefix_cache()
-        with monkeypatch.context() as patch:
-            patch.setattr(worker, "launch", without_waiting(worker.launch))
-            patch.setattr(worker, "sample", without_waiting(worker.sample))
-            driver.add(again, params)
-            driver.run()
-        assert [driver.tokens[i + 100] for i in PROMPTS] == [driver.tokens[i] for i in PROMPTS]

@@ -36,7 +36,13 @@ class CoreDriver:
         for event in message.events:
             self.events.setdefault(ids[event.index], []).append(event)
 
-    def add(self, prompts: dict[int, list[int]], params: SamplingParams, stop_ids: list[int] = ()) -> None:
+    def add(
+        self,
+        prompts: dict[int, list[int]],
+        params: SamplingParams,
+        stop_ids: list[int] = (),
+        bad_word_ids: list[list[int]] = (),
+    ) -> None:
         """Queue one request a prompt, all in one message."""
         requests = [
             NewRequest(
@@ -46,6 +52,7 @@ class CoreDriver:
                 list(stop_ids),
                 params.max_tokens,
                 0.0,
+                bad_word_ids=list(bad_word_ids),
                 hash_seed=1,
             )
             for seq_id, ids in prompts.items()

@@ -166,6 +166,24 @@ def test_what_is_not_finite_is_stored_as_zero(bad):
     assert k[1, 0, 3] == 0.0 and v[2, 1, 0] == 0.0  # attention reads them there
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("source", [torch.float32, HALF])
+def test_a_narrow_cache_holds_its_largest_number_instead_of_nan(dtype, source):
+    largest = torch.finfo(dtype).max
+    # Numbers that need no rounding, in which the interpreter is not exact.
+    k, v = (torch.randn(3, 2, 16, device=DEVICE).to(dtype).to(source) for _ in range(2))
+    k[0, 0, :3] = torch.tensor([largest, 1.1 * largest, torch.finfo(source).max])
+    v[2, 1, :3] = -k[0, 0, :3]
+    slots = torch.tensor([9, -1, 2], device=DEVICE)
+    caches = [[torch.zeros((4, 2, BLOCK, 16), device=DEVICE).to(dtype) for _ in range(2)] for _ in range(2)]
+    kv_cache.write_kv(k, v, *caches[0], slots)
+    reference_kv_cache.write_kv(k, v, *caches[1], slots)
+    for found, wanted in zip(*caches, strict=True):
+        found, wanted = found.float(), wanted.float()
+        assert found.abs().max() == wanted.abs().max() == largest and (found.abs() == largest).sum() == 3
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize(
     "step, is_uncached", [("prefill", True), ("chunks", False), ("mixed", False), ("decode_batch", False)]
 )

@@ -157,7 +157,8 @@ class Case:
         self.cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
         self.sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
 
-    def check(self, *, splits=None, rows=True, scales=None, **fields):
+    def check(self, *, splits=None, rows=True, scales=None, bound=None, **fields):
+        bound = bound or BOUND[self.qkv.dtype]
         heads, kv_heads, dim = self.shape
         layer = AttentionLayer(
             heads, kv_heads, dim, dim**-0.5, self.cos.shape[-1], rope=1, eps=1e-6, **fields
@@ -183,13 +184,12 @@ class Case:
         own_keys, own_values = self.keys.clone(), self.values.clone()
         step = StepTables(tables, order, lens, self.slots, cos, sin)
         run(self.qkv, layer, own_keys, own_values, step, out, scales, splits=splits)
-        assert close(out, wanted)
+        assert error(out, wanted) < bound
         assert not run._arrivals.any()
         for own, theirs in ((own_keys, keys), (own_values, values)):
-            assert error(own.float(), theirs.float()) < BOUND[self.qkv.dtype]
-            assert (
-                (own != theirs).flatten().nonzero().numel()
-            ) < 40, "only this step's rows may differ, by rounding"
+            own, theirs = own.float(), theirs.float()
+            assert error(own, theirs) < bound
+            assert (own != theirs).sum() < 40, "only this step's rows may differ, by rounding"
 
 
 LENS = [1, 17, 0, 200, 64, 65]
@@ -225,6 +225,18 @@ def test_attention_reads_a_scaled_cache(splits):
     torch.manual_seed(3)
     scales = tuple(torch.tensor([s], device=DEVICE) for s in (0.25, 2.0))
     Case(LENS, torch.float32).check(splits=splits, scales=scales)
+
+
+@pytest.mark.parametrize("splits", [None, 2])
+def test_an_fp8_cache_holds_its_largest_number_instead_of_nan(splits):
+    torch.manual_seed(8)
+    scales = tuple(torch.tensor([s], device=DEVICE) for s in (0.02, 0.01))
+    case = Case(LENS, torch.float32, cache_dtype=torch.float8_e4m3fn)
+    case.qkv[::2] *= 20
+    # The interpreter does not round to fp8 exactly.
+    case.check(splits=splits, scales=scales, bound=2e-2)
+    case.qkv[0] *= 1e30
+    case.check(splits=splits, scales=scales, bound=2e-2)
 
 
 def test_long_contexts_of_few_sequences_are_split_over_keys(monkeypatch):

@@ -106,3 +106,19 @@ def test_stored_keys_are_divided_by_their_scale():
     rotate_and_write(qkv, 2, cos, sin, None, 0.0, *cache, slots, **scales)
     close(cache[0][0, 0, slots], qkv[:, 2] / 2.0)
     close(cache[1][0, 0, slots], qkv[:, 3] / 0.5)
+
+
+def test_a_narrow_cache_holds_its_largest_number_instead_of_nan():
+    qkv = (
+        random(2, 4, 16).to(torch.float8_e4m3fn).float()
+    )  # no rounding, in which the interpreter is not exact
+    qkv[0, 2, 1], qkv[1, 3, 9] = 120.0, -1e30
+    cos, sin = torch.ones(2, 1, 16, device=DEVICE), torch.zeros(2, 1, 16, device=DEVICE)
+    cache = [torch.zeros(1, 1, BLOCK, 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]
+    slots = torch.tensor([1, 3], device=DEVICE)
+    scale = torch.tensor([0.25], device=DEVICE)
+    rotate_and_write(qkv, 2, cos, sin, None, 0.0, *cache, slots, k_scale=scale, v_scale=scale)
+    keys, values = (c.float()[0, 0, slots] for c in cache)
+    assert keys[0, 1] == 448.0 and values[1, 9] == -448.0
+    for found, wanted in ((keys, qkv[:, 2]), (values, qkv[:, 3])):
+        assert torch.equal(found, (wanted / 0.25).clamp(-448.0, 448.0))

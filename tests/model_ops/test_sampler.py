@@ -312,7 +312,8 @@ def test_prompt_logprobs_in_chunks_equal_those_at_once(monkeypatch):
 
     next_ids = torch.arange(23) % (VOCAB - 5)
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * (VOCAB - 5) * 5)
-    entries = logprobs.prompt_logprobs(hidden, compute_logits, next_ids, 3, VOCAB - 5, sampler_cpu)
+    scores = logprobs.prompt_logprobs(hidden, compute_logits, next_ids, 3, VOCAB - 5, sampler_cpu)
+    entries = scores.to_list()
     values = (hidden @ head.T)[:, : VOCAB - 5].log_softmax(-1)
     assert max(largest) == 5 and len(entries) == 23
     for i, entry in enumerate(entries):

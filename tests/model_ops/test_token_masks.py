@@ -34,7 +34,7 @@ def test_masks_leave_what_is_allowed_and_nothing_else(num_ids, num_words, share)
                 expected[row, i] = -torch.inf
     by_row, by_tensor = logits.clone(), logits.clone()
     apply_masks(by_row, masks)
-    apply_bits(by_tensor, masks.rows, torch.from_numpy(masks.bits[:3]))
+    apply_bits(by_tensor, masks.rows, masks.bits[:3])
     assert torch.equal(by_row, expected) and torch.equal(by_tensor, expected)
 
 

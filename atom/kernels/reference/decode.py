@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from atom.kernels.reference.attention import attend
-from atom.kernels.reference.kv_cache import read_kv
+from atom.kernels.reference.kv_cache import read_kv, stored
 
 
 def fused_linear(
@@ -92,7 +92,7 @@ def fused_attention(
         if slot >= 0:
             clean = torch.nan_to_num(k[i], 0.0, 0.0, 0.0), torch.nan_to_num(v[i], 0.0, 0.0, 0.0)
             for cache, new, factor in zip((keys, values), clean, scales, strict=True):
-                cache[slot // page, :, slot % page] = (new / factor).to(cache.dtype)
+                cache[slot // page, :, slot % page] = stored(new / factor, cache.dtype)
         if length == 0:
             outputs.append(torch.zeros_like(q[i]))
             continue

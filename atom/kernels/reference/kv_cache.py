@@ -21,8 +21,16 @@ def write_kv(
     """
     kept = (slots >= 0).nonzero().squeeze(-1)
     blocks, offsets = slots[kept] // keys.shape[2], slots[kept] % keys.shape[2]
-    keys[blocks, :, offsets] = k[kept].to(keys.dtype)
-    values[blocks, :, offsets] = v[kept].to(values.dtype)
+    keys[blocks, :, offsets] = stored(k[kept], keys.dtype)
+    values[blocks, :, offsets] = stored(v[kept], values.dtype)
+
+
+def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` as a cache of ``dtype`` holds it: what is too large for fp8, and would be NaN, is its largest number."""
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        x = x.float().clamp(-largest, largest)
+    return x.to(dtype)
 
 
 def read_kv(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:

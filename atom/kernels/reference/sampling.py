@@ -6,6 +6,8 @@ Rows are independent: row i of a result depends on row i of the inputs alone. Ti
 Weights are unnormalised probabilities ``exp((logit - best) / temperature)``: the best id has weight 1.
 """
 
+from functools import cache
+
 import torch
 
 # Top-p leaves out the last token when the tokens before it miss the bound only by rounding.
@@ -28,8 +30,7 @@ def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor
     Returns:
         [n] float32 in [0, 1).
     """
-    multipliers = torch.tensor(ROUND, dtype=torch.int64, device=seeds.device).unsqueeze(1)
-    key_step = torch.tensor(KEY_STEP, dtype=torch.int64, device=seeds.device).unsqueeze(1)
+    multipliers, key_step = _pairs(seeds.device)
     key = torch.stack((seeds & _MASK, (seeds >> 32) & _MASK))
     even = torch.stack((torch.zeros_like(positions), positions & _MASK))  # counter words 2 and 0
     odd = torch.stack(((positions >> 32) & _MASK, torch.zeros_like(positions)))  # words 1 and 3
@@ -43,6 +44,17 @@ def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor
     word = even[1]  # word 0
     signed = torch.where(word >= 2**31, _MASK - word, word)  # ~x of a negative int32
     return signed.to(torch.float32) * UNIFORM_SCALE
+
+
+@cache
+def _pairs(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """``ROUND`` and ``KEY_STEP``, each [2, 1] int64. Filled where they are: ``torch.tensor`` waits for a device."""
+    with torch.inference_mode(False):
+        pairs = torch.empty((2, 2, 1), dtype=torch.int64, device=device)
+        for pair, values in zip(pairs, (ROUND, KEY_STEP), strict=True):
+            for number, value in zip(pair, values, strict=True):
+                number.fill_(value)
+    return pairs[0], pairs[1]
 
 
 def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from atom.kernels.triton.decode_parts import finite, send_to_l2
+from atom.kernels.triton.kv_cache import stored
 
 _NEVER = tl.constexpr(-1.0e30)  # a maximum before any score: finite, so that no difference of two is NaN
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -168,8 +169,8 @@ def columns(
     new_value = finite(tl.load(value_row + width).to(tl.float32))
     q = _turned(q_own, q_other, q_norm, q_norm_other, c, s, eps, DIM, HAS_NORM)
     new_key = _turned(new_own, new_other, k_norm, k_norm_other, c, s, eps, DIM, HAS_NORM)
-    stored_key = (finite(new_key) / of_key).to(keys.dtype.element_ty)
-    stored_value = (new_value / of_value).to(values.dtype.element_ty)
+    stored_key = stored(finite(new_key) / of_key, keys.dtype.element_ty)
+    stored_value = stored(new_value / of_value, values.dtype.element_ty)
     if (head % GROUP == 0) & (slot >= 0):
         tl.store(values + target + width, stored_value)
         if part == 0:
@@ -222,8 +223,8 @@ def columns(
         stop = tl.minimum(start + share, old)
         best = tl.where(part == 0, new_score, _NEVER)
         total = tl.where(part == 0, 1.0, 0.0)
-        stored = (finite(tl.load(value_row + channel).to(tl.float32)) / of_value).to(values.dtype.element_ty)
-        wide = total * stored.to(tl.float32)
+        own_value = finite(tl.load(value_row + channel).to(tl.float32)) / of_value
+        wide = total * stored(own_value, values.dtype.element_ty).to(tl.float32)
         for begin in range(start, stop, TILE):
             token = begin + index
             inside = token < stop
@@ -389,8 +390,8 @@ def splits(
         acc = tl.zeros((GROUP_PAD, DIM), tl.float32)
         if (split == num_active - 1) & (length > 0):
             new_key = _turned(new_own, new_other, k_norm, k_norm_other, c, s, eps, DIM, HAS_NORM)
-            stored_key = (finite(new_key) / of_key).to(keys.dtype.element_ty)
-            stored_value = (finite(new_value) / of_value).to(values.dtype.element_ty)
+            stored_key = stored(finite(new_key) / of_key, keys.dtype.element_ty)
+            stored_value = stored(finite(new_value) / of_value, values.dtype.element_ty)
             if slot >= 0:
                 tl.store(keys + target + channel, stored_key)
                 tl.store(values + target + channel, stored_value)

@@ -12,6 +12,18 @@ def finite(x):
 
 
 @triton.jit
+def stored(x, kind: tl.constexpr):
+    """x as a cache of ``kind`` holds it: what is too large for fp8, and would be NaN, is its largest number."""
+    if kind == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+    elif kind == tl.float8e4b8:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -240.0), 240.0)
+    elif kind == tl.float8e5 or kind == tl.float8e5b16:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -57344.0), 57344.0)
+    return x.to(kind)
+
+
+@triton.jit
 def _write_kv(
     k,
     v,
@@ -42,8 +54,8 @@ def _write_kv(
     tl.store(v_source, tl.zeros_like(new_value), mask=mask & (new_value - new_value != 0.0))
     if slot >= 0:
         target = ((slot // PAGE) * NUM_HEADS + head) * PAGE * DIM + (slot % PAGE) * DIM + dim
-        tl.store(keys + target, finite(new_key).to(keys.dtype.element_ty), mask=mask)
-        tl.store(values + target, finite(new_value).to(values.dtype.element_ty), mask=mask)
+        tl.store(keys + target, stored(finite(new_key), keys.dtype.element_ty), mask=mask)
+        tl.store(values + target, stored(finite(new_value), values.dtype.element_ty), mask=mask)
 
 
 def write_kv(
@@ -53,7 +65,8 @@ def write_kv(
 
     Args:
         k: ``[num_tokens, num_kv_heads, head_dim]``, the last dimension contiguous; ``v`` alike.
-        keys: ``[num_blocks, num_kv_heads, block_size, head_dim]``, contiguous, written; ``values`` alike.
+        keys: ``[num_blocks, num_kv_heads, block_size, head_dim]``, contiguous, written; ``values`` alike. Their
+            own type may be an fp8, whose largest number stands for all beyond it.
         slots: ``[num_tokens]`` int64; a token with slot -1 is not stored.
     """
     num_tokens, num_heads, dim = k.shape

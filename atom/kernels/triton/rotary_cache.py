@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom.kernels.triton.kv_cache import finite
+from atom.kernels.triton.kv_cache import finite, stored
 
 HEADS_PER_PROGRAM = 8
 MANY_TOKENS = 1024  # from here on a program takes several tokens: there are enough programs then
@@ -79,10 +79,11 @@ def _rotate_and_write(
         new_first = new_first.to(tl.float32) / factor
         new_second = new_second.to(tl.float32) / factor
     kind: tl.constexpr = keys.dtype.element_ty
-    tl.store(keys + place, new_first.to(kind), mask=is_stored & is_key)
-    tl.store(keys + place + half, new_second.to(kind), mask=is_stored & is_key)
-    tl.store(values + place, new_first.to(kind), mask=is_stored & (is_turned == 0))
-    tl.store(values + place + half, new_second.to(kind), mask=is_stored & (is_turned == 0))
+    own_first, own_second = stored(new_first, kind), stored(new_second, kind)
+    tl.store(keys + place, own_first, mask=is_stored & is_key)
+    tl.store(keys + place + half, own_second, mask=is_stored & is_key)
+    tl.store(values + place, own_first, mask=is_stored & (is_turned == 0))
+    tl.store(values + place + half, own_second, mask=is_stored & (is_turned == 0))
 
 
 def rotate_and_write(

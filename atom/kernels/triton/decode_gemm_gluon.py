@@ -149,7 +149,7 @@ def gemm_ring(
         share = gl.arange(0, SHARES, layout=gl.SliceLayout(0, E))
         first_shares = _shares(squares_in, 0, num_shares, share, e_token, BM)
 
-    if STEPS <= STAGES:
+    if STEPS <= STAGES and STEPS * BM <= 128:
         for i in gl.static_range(STEPS):
             if i + 1 < STEPS:
                 following, squares = _inputs(x, norm, i + 1, column, x_token, M, squares, K, BK, TAKES_NORM)
@@ -164,7 +164,7 @@ def gemm_ring(
                 K, BK, TAKES_NORM,
             )  # fmt: skip
             async_copy.wait_group(HELD - 1)
-            if i + HELD < STEPS:
+            if STAGES < STEPS and i + HELD < STEPS:
                 async_copy.async_copy_global_to_shared(
                     ring.index((i + HELD) % STAGES), places + (i + HELD) * BK
                 )
@@ -194,13 +194,13 @@ def gemm_ring(
         _barrier()
         if is_last:
             total = gl.zeros((BM, BN), gl.float32, layout=E)
-            for i in gl.static_range(SPLIT):
-                total += gl.load(base + i * (BN + 1) * BM + spot, cache_modifier=".cg")
+            for other in gl.static_range(SPLIT):
+                total += gl.load(base + other * (BN + 1) * BM + spot, cache_modifier=".cg")
             if TAKES_NORM:
                 total_squares = gl.zeros((BM,), gl.float32, layout=gl.SliceLayout(1, E))
-                for i in gl.static_range(SPLIT):
+                for other in gl.static_range(SPLIT):
                     total_squares += gl.load(
-                        base + i * (BN + 1) * BM + BN * BM + e_token, cache_modifier=".cg"
+                        base + other * (BN + 1) * BM + BN * BM + e_token, cache_modifier=".cg"
                     )
             gl.store(arrivals + pid, 0)
     if is_last:

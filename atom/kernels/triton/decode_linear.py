@@ -181,8 +181,8 @@ def _chunk(columns: int) -> int:
 def fits_ring(shape: LinearShape, blocks: tuple[int, ...], most_tokens: int = MAX_TOKENS) -> bool:
     """Whether ``(rows, columns a step, splits, stages, slices, warps)`` cover the shape and fit a multiprocessor.
 
-    A warp takes at least 64 columns of a step; of its registers, the sums, two steps of x and a step's weights are
-    estimated.
+    A warp takes at least 64 columns of a step. The registers that a thread needs are estimated: where it was more
+    than this, the compiler spilled.
     """
     rows, width, split, stages, slices, warps = blocks
     if warps % slices or width % slices or width // slices not in (64, 128, 256):
@@ -191,9 +191,12 @@ def fits_ring(shape: LinearShape, blocks: tuple[int, ...], most_tokens: int = MA
     along_rows = warps // slices
     if rows // along_rows < 8 or shape.weight_rows % rows or shape.K % (split * width):
         return False
-    held = wide * rows // along_rows + wide * width // slices // 2 * min(2, steps) + rows // along_rows * 32
+    values = wide * rows // along_rows + wide * width // slices // 2 * min(2, steps)
+    values += (
+        rows // along_rows * 32 + 64 * wide // warps
+    )  # a step's weights, and shares of the sums of squares
     shared = max(stages * rows * width * 2, slices * wide * rows * 4)
-    return held // 32 <= 190 and shared <= 220_000 and stages <= steps
+    return values // 32 <= 200 and shared <= 220_000 and stages <= steps
 
 
 def _ring_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:

@@ -167,8 +167,8 @@ class _Program:
         self._move(parts, operands[1], operands[0], where, is_load=False)
 
     def _move(self, parts, names, place, where, is_load):
-        memory = self.shared if "shared" in parts else self.machine.memory
-        lowest = 0 if "shared" in parts else BASE
+        is_shared = parts[1].startswith("shared")
+        memory, lowest = (self.shared, 0) if is_shared else (self.machine.memory, BASE)
         size = _SIZES[parts[-1]]
         live = np.ones(self.machine.threads, bool) if where is None else where
         address = self.address(place)[live]

@@ -12,7 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name in Triton 3.6
+# Their names in Triton 3.6, where it has not got today's.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -120,7 +122,7 @@ def gemm_ring(
     places = weight + line + (first + start)
     ring = gl.allocate_shared_memory(weight.dtype.element_ty, [STAGES, SLICES, BN, WIDTH], RING)
     for i in gl.static_range(HELD):
-        async_copy.async_copy_global_to_shared(ring.index(i), places + i * BK)
+        _copy(ring.index(i), places + i * BK)
         async_copy.commit_group()
     if PDL:
         gdc_launch_dependents()
@@ -165,9 +167,7 @@ def gemm_ring(
             )  # fmt: skip
             async_copy.wait_group(HELD - 1)
             if STAGES < STEPS and i + HELD < STEPS:
-                async_copy.async_copy_global_to_shared(
-                    ring.index((i + HELD) % STAGES), places + (i + HELD) * BK
-                )
+                _copy(ring.index((i + HELD) % STAGES), places + (i + HELD) * BK)
             async_copy.commit_group()
             acc = mma_v2(value, ring.index(i % STAGES).permute((0, 2, 1)).load(WL), acc)
             value = following

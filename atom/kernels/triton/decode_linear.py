@@ -189,7 +189,7 @@ def fits_ring(shape: LinearShape, blocks: tuple[int, ...], most_tokens: int = MA
         return False
     wide, steps = _padded(most_tokens), shape.K // split // width
     along_rows = warps // slices
-    if rows // along_rows < 8 or shape.weight_rows % rows or shape.K % (split * width):
+    if rows & (rows - 1) or rows // along_rows < 8 or shape.weight_rows % rows or shape.K % (split * width):
         return False
     values = wide * rows // along_rows + wide * width // slices // 2 * min(2, steps)
     values += (

@@ -1,6 +1,6 @@
 """Measures block sizes of a decode step's linear layers inside whole layers, and keeps the best on disk.
 
-    python -m atom.benchmarks.decode_tune [--models qwen3-0.6b ...] [--batches 8 32 64] [--budget 110] [--json FOLDER]
+    python -m atom.benchmarks.decode_tune [--models qwen3-0.6b ...] [--batches 8 32 64] [--budget 100] [--json FOLDER]
 
 Every candidate is checked against fp32 on fresh random data, with the norm of the launch behind it or before it.
 It is then timed in a graph of layers (QKV, output, gate/up, down, each launched while the one before it ends, without
@@ -252,7 +252,7 @@ def record_all(recorder: Recorder, shapes: list[DecodeShape], batches: list[int]
 
 
 def tune(
-    shapes: list[DecodeShape], batches: list[int], budget_s: float = 110.0, json_folder: Any = None
+    shapes: list[DecodeShape], batches: list[int], budget_s: float = 100.0, json_folder: Any = None
 ) -> None:
     """Compile every candidate side by side, time them model by model in processes of their own, keep the best."""
     compile_side_by_side(launches_of(lambda recorder: record_all(recorder, shapes, batches)))
@@ -325,7 +325,7 @@ def main() -> None:
     names = [shape.name for shape in SHAPES]
     parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--budget", type=float, default=110.0, help="seconds for timing, without compiling")
+    parser.add_argument("--budget", type=float, default=100.0, help="seconds for timing, without compiling")
     parser.add_argument("--json", type=Path, help="folder of decode_tune.json with every figure")
     parser.add_argument(
         "--one", action="store_true", help=argparse.SUPPRESS

@@ -1,19 +1,42 @@
-"""Measures block sizes of the decode step's linear layers and keeps the best on disk, see ``decode_table``."""
+"""Measures block sizes of a decode step's linear layers inside whole layers, and keeps the best on disk.
+
+    python -m atom.benchmarks.decode_tune [--models qwen3-0.6b ...] [--batches 8 32 64] [--budget 100] [--json FOLDER]
+
+Every candidate is checked against fp32 on fresh random data, with the norm of the launch behind it or before it.
+It is then timed in a graph of layers (QKV, output, gate/up, down, each launched while the one before it ends, without
+the attention) whose weights take turns, so that none is left in the L2 cache, x comes from the launch before, and
+what a kernel hides of its neighbours is in the figure. One product after the other takes its fastest candidate.
+``decode_table`` keeps them for this machine; the entries for ``MEASURED`` are printed last.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from atom.benchmarks.decode_launches import META, DecodeShape, Recorder, compile_side_by_side, launches_of
+from atom.benchmarks.decode_launches import (
+    META,
+    SHAPES,
+    DecodeShape,
+    Recorder,
+    compile_side_by_side,
+    launches_of,
+)
 from atom.kernels.triton.decode_linear import (
+    CLASSES,
     Choice,
     DecodeLinear,
     LinearArguments,
     LinearShape,
+    Scaled,
     candidates,
     default_choice,
     token_class,
@@ -21,152 +44,299 @@ from atom.kernels.triton.decode_linear import (
 from atom.kernels.triton.decode_table import save_table
 from atom.platforms import get_platform
 
-ROTATED_BYTES = 600 << 20  # weights that take turns, so that none is still in the L2 cache
+BATCHES = (8, 32, 64)
+PARTS = ("o", "down", "gate_up", "qkv")  # in the order they are tuned: who leaves half a norm first
+ROTATED_BYTES = 400 << 20  # weights that take turns
+READ_BANDWIDTH = 4438e9  # bytes a second of an H200, measured
 BOUND = 1e-2  # relative error of bf16 against fp32
+NUM_SHARES = 48  # of the sums of squares, where no launch left them
+EPS = 1e-6
+
+Choices = dict[str, Choice]
 
 
-@dataclass
-class Case:
-    """One layer's shape at a number of tokens, and what is tried for it."""
-
-    name: str
-    rows: int
-    columns: int
-    has_norm: bool
-    activation: int
-    num_tokens: int
-    has_gluon: bool
-
-    @property
-    def shape(self) -> LinearShape:
-        return LinearShape(self.rows // 2 if self.activation else self.rows, self.columns, self.activation)
-
-    def choices(self) -> list[Choice]:
-        default = default_choice(self.shape, self.num_tokens, self.has_gluon)
-        tried = list(candidates(self.shape, self.num_tokens, self.has_gluon))
-        return [default, *(choice for choice in tried if choice != default)]
-
-    def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """x, the norm's factor and the output."""
-
-        def random(*size: int) -> torch.Tensor:
-            return torch.empty(size, dtype=torch.bfloat16, device=device).normal_()
-
-        norm = random(self.columns) if self.has_norm else None
-        return random(self.num_tokens, self.columns), norm, random(self.num_tokens, self.shape.N)
+def linear_shape(shape: DecodeShape, part: str) -> LinearShape:
+    rows, columns, _, activation = shape.linears[part]
+    return LinearShape(rows // 2 if activation else rows, columns, activation)
 
 
-def cases(shapes: list[DecodeShape], batches: list[int], has_gluon: bool) -> list[Case]:
-    return [
-        Case(f"{shape.name} {part}", rows, columns, has_norm, activation, batch, has_gluon)
-        for shape in shapes
-        for part, (rows, columns, has_norm, activation) in shape.linears.items()
-        for batch in batches
-    ]
+def choices_of(shape: DecodeShape, part: str, num_tokens: int) -> list[Choice]:
+    """The usual choice, and what else is tried."""
+    one = linear_shape(shape, part)
+    usual = default_choice(one, num_tokens, True)
+    return [usual, *(choice for choice in candidates(one, num_tokens, True) if choice != usual)]
 
 
-def tune(shapes: list[DecodeShape], batches: list[int]) -> None:
-    """Compile every candidate side by side, time each within a graph, keep the best of each shape."""
-    has_gluon = True  # tuned for what this was written on; the portable kernels are among the candidates
+class Layers:
+    """The products of some layers of a model for ``num_tokens`` tokens, with weights of their own."""
 
-    def record(recorder: Recorder) -> None:
-        run = DecodeLinear(META, has_gluon=has_gluon, uses_pdl=True)
-        for case in cases(shapes, batches, has_gluon):
-            weight = torch.empty((case.rows, case.columns), dtype=torch.bfloat16, device=META)
-            x, norm, out = case.tensors(META)
-            layer = LinearArguments(weight, norm, 1e-6, None, case.activation)
-            for choice in case.choices():
-                recorder.label = f"{case.name} M={case.num_tokens} {choice}"
-                run(x, layer, out, None if case.has_norm else out, choice=choice)
+    def __init__(self, shape: DecodeShape, num_tokens: int, device: torch.device, pool: torch.Tensor | None):
+        self.shape, self.num_tokens, self.device = shape, num_tokens, device
+        self.halves_norms = num_tokens > 1
+        sizes = {part: rows * columns for part, (rows, columns, _, _) in shape.linears.items()}
+        size = sum(sizes.values())
+        count = 1 if pool is None else max(2, pool.numel() // size)
+        self.norm = self.random(shape.hidden_size)
+        self.layers: list[dict[str, LinearArguments]] = []
+        for number in range(count):
+            place, layer = number * size, {}
+            for part, (rows, columns, has_norm, activation) in shape.linears.items():
+                if pool is None:
+                    weight = torch.empty((rows, columns), dtype=torch.bfloat16, device=device)
+                else:
+                    weight = pool[place : place + sizes[part]].view(rows, columns)
+                norm = self.norm if has_norm else None
+                layer[part] = LinearArguments(weight, norm, EPS, None, activation)
+                place += sizes[part]
+            self.layers.append(layer)
+        self.run = DecodeLinear(device, has_gluon=True, uses_pdl=True)
+        self._reserve()
+        first = self.layers[0]
+        self.x, self.next_x = (self.random(num_tokens, shape.hidden_size) for _ in range(2))
+        self.qkv = self.random(num_tokens, first["qkv"].shape.N)
+        # Stands for the output of the attention, so that it is written by the launch before.
+        self.attended = self.qkv.view(-1)[: num_tokens * first["o"].shape.K].view(num_tokens, -1)
+        self.gated = self.random(num_tokens, first["down"].shape.K)
 
-    compile_side_by_side(launches_of(record))
-    device = torch.device("cuda")
-    pool = torch.empty(ROTATED_BYTES // 2, dtype=torch.bfloat16, device=device).normal_().mul_(0.03)
-    table = {}
-    for case in cases(shapes, batches, has_gluon):
-        timed = _time_case(case, pool)
-        if not timed:
-            print(f"## {case.name} M={case.num_tokens}: nothing ran", flush=True)
-            continue
-        floor = case.rows * case.columns * 2 / 4438e9 * 1e6
-        best = min(timed, key=timed.get)
-        default = case.choices()[0]
+    def random(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=self.device).normal_()
+
+    def _reserve(self) -> None:
+        """Room for any candidate: eight splits of tiles of 64 rows and one, shares of tiles of eight rows."""
+        most = max(rows for rows, *_ in self.shape.linears.values())
+        if self.device.type == "meta":
+            return
+        space = self.run._workspace
+        space.partial = torch.zeros(most // 8 * 9 * 8 * 64, device=self.device)
+        space.arrivals = torch.zeros(most // 8, dtype=torch.int32, device=self.device)
+        space.shares = torch.zeros(most // 8 * 64, device=self.device)
+
+    def launch(self, choices: Choices) -> None:
+        """All layers once."""
+        run, scaled = self.run, None
+        halves = {"next_norm": self.norm, "next_x": self.next_x} if self.halves_norms else {}
+        for layer in self.layers:
+            run(self.x, layer["qkv"], self.qkv, choice=choices["qkv"], scaled=scaled)
+            scaled = run(self.attended, layer["o"], self.x, self.x, choice=choices["o"], **halves)
+            run(self.x, layer["gate_up"], self.gated, choice=choices["gate_up"], scaled=scaled)
+            scaled = run(self.gated, layer["down"], self.x, self.x, choice=choices["down"], **halves)
+
+    def check(self, part: str, choice: Choice) -> str:
+        """What is wrong with a candidate; empty where nothing is."""
+        from atom.kernels.reference.decode import fused_linear
+
+        layer = self.layers[0][part]
+        one = layer.shape
+        x = self.random(self.num_tokens, one.K)
+        residual = self.random(self.num_tokens, one.N) if layer.norm is None else None
+        act = "silu" if layer.activation else None
+        wanted = fused_linear(
+            x.float(), layer.weight, norm=layer.norm, eps=EPS, activation=act, residual=residual
+        )
+        out, next_x = (torch.full_like(wanted, float("nan"), dtype=torch.bfloat16) for _ in range(2))
+        shares = self.run._workspace.shares.fill_(float("nan"))
+        padded = max(16, token_class(self.num_tokens))
+        options: dict[str, Any] = {}
+        if self.halves_norms and layer.norm is None:
+            options = {"next_norm": self.norm, "next_x": next_x}
+        elif self.halves_norms:
+            given = torch.rand(NUM_SHARES, padded, device=self.device)
+            given[:, : self.num_tokens] *= x.float().square().sum(1) / given[:, : self.num_tokens].sum(0)
+            shares[: given.numel()] = given.view(-1)
+            options = {"scaled": Scaled((x.float() * layer.norm.float()).to(x.dtype), NUM_SHARES)}
+        self.run._workspace.partial.fill_(float("nan"))
+        for _ in range(2):  # arrivals are left as they were found
+            left = self.run(x, layer, out, residual, choice=choice, **options)
+        if not (error := _error(out, wanted)) < BOUND:
+            return f"error {error:.1e}"
+        if left is not None:
+            if not (error := _error(next_x, out.float() * self.norm.float())) < BOUND:
+                return f"error of the next input {error:.1e}"
+            sums = shares[: left.num_shares * padded].view(-1, padded).sum(0)[: self.num_tokens]
+            if not (error := _error(sums, out.float().square().sum(1))) < 1e-3:
+                return f"error of the squares {error:.1e}"
+        return ""
+
+    def time_us(self, choices: Choices, repeats: int = 15) -> float:
+        """Median microseconds a layer of recorded layers."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            self.x.normal_()
+            self.launch(choices)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                self.launch(choices)
+        times = []
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return sorted(times)[len(times) // 2] / len(self.layers)
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def tune_layers(layers: Layers, deadline: float) -> dict[str, Any]:
+    """Choices and microseconds a layer of one model and number of tokens, and how they were reached."""
+    shape, n = layers.shape, layers.num_tokens
+    best = {part: choices_of(shape, part, n)[0] for part in PARTS}
+    fastest = usual = layers.time_us(best)
+    floor = sum(rows * columns for rows, columns, *_ in shape.linears.values()) * 2 / READ_BANDWIDTH * 1e6
+    print(f"## {shape.name} M={n}: floor {floor:.1f} us a layer, usual choices {usual:.2f}", flush=True)
+    timed: dict[str, list[tuple[float, str, tuple[int, ...]]]] = {}
+    for number, part in enumerate(PARTS):
+        until = time.monotonic() + (deadline - time.monotonic()) / (len(PARTS) - number)
+        before, found, num_wrong, num_left = fastest, [], 0, 0
+        for choice in choices_of(shape, part, n):
+            if time.monotonic() > until and found:
+                num_left += 1
+                continue
+            try:
+                wrong = layers.check(part, choice)
+                if not wrong:
+                    found.append((layers.time_us(best | {part: choice}), choice))
+            except Exception as error:  # blocks that do not fit the chip are no reason to stop
+                if "CUDA error" in str(error):
+                    print(f"   {part} {choice.kernel}{choice.blocks} ended the device's work", flush=True)
+                    raise
+                wrong = f"{type(error).__name__}: {str(error)[:100]}"
+            if wrong:
+                num_wrong += 1
+                print(f"   {part} {choice.kernel}{choice.blocks}: {wrong}", flush=True)
+        found.sort(key=lambda entry: entry[0])
+        if found and found[0][0] < 0.995 * before:
+            best[part] = found[0][1]
+        fastest = layers.time_us(best)
+        timed[part] = [(us, choice.kernel, choice.blocks) for us, choice in found]
+        shown = ", ".join(f"{us:.2f} {choice.kernel}{choice.blocks}" for us, choice in found[:4])
         print(
-            f"## {case.name} M={case.num_tokens} {case.rows}x{case.columns}: floor {floor:.2f} us, default "
-            f"{timed.get(default, float('nan')):.2f} {default.kernel}{default.blocks}",
+            f"   {part}: {before:.2f} -> {fastest:.2f}; {shown}; {num_wrong} wrong, {num_left} not timed",
             flush=True,
         )
-        for choice in sorted(timed, key=timed.get)[:3]:
-            print(f"   {timed[choice]:.2f} us {choice.kernel}{choice.blocks}", flush=True)
-        if timed[best] < 0.98 * timed.get(default, float("inf")):
-            table[case.shape, token_class(case.num_tokens)] = best
-    architecture = get_platform("cuda").describe()["architecture"]
-    print("kept in", save_table(architecture, table))
+        by_kernel = {choice.kernel: (us, choice.blocks) for us, choice in reversed(found)}
+        print("      " + ", ".join(f"best {k} {us:.2f} {b}" for k, (us, b) in by_kernel.items()), flush=True)
+    print(f"   together {usual:.2f} -> {fastest:.2f} us a layer", flush=True)
+    return {
+        "model": shape.name, "num_tokens": n, "floor_us": floor, "usual_us": usual, "best_us": fastest,
+        "best": {part: (choice.kernel, choice.blocks) for part, choice in best.items()}, "timed": timed,
+    }  # fmt: skip
 
 
-def _time_case(case: Case, pool: torch.Tensor) -> dict[Choice, float]:
-    """Microseconds a launch by choice; what fails or is wrong is told and left out."""
-    size = case.rows * case.columns
-    count = max(1, min(40, pool.numel() // size))
-    if size > pool.numel():
-        pool = torch.empty(size, dtype=pool.dtype, device=pool.device).normal_().mul_(0.03)
-    weights = [pool[i * size : (i + 1) * size].view(case.rows, case.columns) for i in range(count)]
-    x, norm, out = case.tensors(pool.device)
-    residual = None if case.has_norm else torch.randn_like(out)
-    layers = [LinearArguments(weight, norm, 1e-6, None, case.activation) for weight in weights]
-    wanted = _reference(case, layers[0], x, residual)
-    run = DecodeLinear(pool.device, has_gluon=True, uses_pdl=True)
-    _reserve(run, case)
-    timed = {}
-    for choice in case.choices():
-        try:
-            out.fill_(float("nan"))
-            run(x, layers[0], out, residual, choice=choice)
-            error = float((out.float() - wanted).norm() / wanted.norm())
-            if not error < BOUND:
-                print(f"   {case.name} M={case.num_tokens} {choice}: error {error:.1e}", flush=True)
-                continue
-            timed[choice] = _graph_us(run, x, layers, out, residual, choice)
-        except Exception as error:
-            print(f"   {case.name} {choice}: {type(error).__name__} {str(error)[:120]}", flush=True)
-    return timed
+def record_all(recorder: Recorder, shapes: list[DecodeShape], batches: list[int]) -> None:
+    """Let ``recorder`` see every launch of every candidate."""
+    for shape in shapes:
+        for n in batches:
+            layers = Layers(shape, n, META, None)
+            usual = {part: choices_of(shape, part, n)[0] for part in PARTS}
+            layers.launch(usual)
+            for part in PARTS:
+                for choice in choices_of(shape, part, n):
+                    recorder.label = f"{shape.name} {part} M={n} {choice.kernel}{choice.blocks}"
+                    options: dict[str, Any] = {}
+                    layer, given = layers.layers[0][part], layers.random(n, linear_shape(shape, part).K)
+                    residual = out = layers.random(n, layer.shape.N)
+                    if layer.norm is not None:
+                        residual = None
+                        if layers.halves_norms:
+                            options = {"scaled": Scaled(given, NUM_SHARES)}
+                    elif layers.halves_norms:
+                        options = {"next_norm": layers.norm, "next_x": out}
+                    layers.run(given, layer, out, residual, choice=choice, **options)
 
 
-def _reserve(run: DecodeLinear, case: Case) -> None:
-    """Room for any candidate: eight splits of tiles padded by one row."""
-    tiles = -(-case.rows // 64)
-    space = run._workspace
-    space.partial = torch.zeros(tiles * 8 * 130 * 64, dtype=torch.float32, device=space.partial.device)
-    space.arrivals = torch.zeros(tiles, dtype=torch.int32, device=space.partial.device)
+def tune(
+    shapes: list[DecodeShape], batches: list[int], budget_s: float = 100.0, json_folder: Any = None
+) -> None:
+    """Compile every candidate side by side, time them model by model in processes of their own, keep the best."""
+    compile_side_by_side(launches_of(lambda recorder: record_all(recorder, shapes, batches)))
+    lines: list[dict[str, Any]] = []
+    for shape in shapes:
+        lines += _run_child(shape.name, batches, budget_s / len(shapes))
+    if json_folder is not None:
+        folder = Path(json_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "decode_tune.json").write_text(json.dumps(lines, indent=1))
+    table = {}
+    for line in lines:
+        shape = next(shape for shape in shapes if shape.name == line["model"])
+        for part, (kernel, blocks) in line["best"].items():
+            key = linear_shape(shape, part), token_class(line["num_tokens"])
+            table[key] = Choice(kernel, tuple(blocks))
+    for line in lines:
+        print(
+            f"{line['model']} M={line['num_tokens']}: {line['usual_us']:.2f} -> {line['best_us']:.2f} us a layer, "
+            f"floor {line['floor_us']:.1f}"
+        )
+    print(measured_of(shapes, table))
+    print("kept in", save_table(get_platform("cuda").describe()["architecture"], table))
 
 
-def _reference(
-    case: Case, layer: LinearArguments, x: torch.Tensor, residual: torch.Tensor | None
-) -> torch.Tensor:
-    from atom.kernels.reference.decode import fused_linear
+def measured_of(shapes: list[DecodeShape], table: dict[tuple[LinearShape, int], Choice]) -> str:
+    """Entries of ``decode_linear.MEASURED``; classes that were not measured keep their usual choice."""
+    entries = {}
+    for shape in shapes:
+        for part in shape.linears:
+            one = linear_shape(shape, part)
+            choices = [table.get((one, most)) or default_choice(one, most, True) for most in CLASSES]
+            texts = [f'Choice("{choice.kernel}", {choice.blocks})' for choice in choices]
+            lines = [f"        {', '.join(texts[i : i + 2])}," for i in range(0, len(texts), 2)]
+            entries[one.N, one.K, one.activation > 0] = "\n".join(lines)
+    return "\n".join(f"    {key}: (\n{text}\n    )," for key, text in entries.items())
 
-    act = "silu" if case.activation else None
-    return fused_linear(x.float(), layer.weight, norm=layer.norm, eps=1e-6, activation=act, residual=residual)
+
+def _run_child(model: str, batches: list[int], budget_s: float) -> list[dict[str, Any]]:
+    """The model's lines from a process of its own, whose other output is passed on."""
+    command = [sys.executable, "-m", "atom.benchmarks.decode_tune", "--one", "--models", model, "--batches"]
+    command += [*map(str, batches), "--budget", str(budget_s)]
+    began, lines = time.monotonic(), []
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        for text in child.stdout:
+            if text.startswith("LINE "):
+                lines.append(json.loads(text[5:]))
+            else:
+                print(text, end="", flush=True)
+    print(f"[{model}: {time.monotonic() - began:.0f} s, exit status {child.returncode}]", flush=True)
+    return lines
 
 
-def _graph_us(run: DecodeLinear, x: Any, layers: list[Any], out: Any, residual: Any, choice: Choice) -> float:
-    """Median microseconds a launch of a graph that runs over all weights."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        run(x, layers[0], out, residual, choice=choice)
-        torch.cuda.synchronize()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.cuda.graph(graph, stream=stream))
-            for layer in layers:
-                run(x, layer, out, residual, choice=choice)
-    times = []
-    for _ in range(9):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return sorted(times)[len(times) // 2] / len(layers)
+def run_one(shape: DecodeShape, batches: list[int], budget_s: float) -> None:
+    """Tune one model in this process."""
+    device = torch.device("cuda")
+    size = sum(rows * columns for rows, columns, *_ in shape.linears.values())
+    count = max(2, ROTATED_BYTES // (2 * size))
+    pool = torch.empty(count * size, dtype=torch.bfloat16, device=device).normal_().mul_(0.01)
+    began = time.monotonic()
+    for number, n in enumerate(batches):
+        deadline = began + budget_s * (number + 1) / len(batches)
+        line = tune_layers(Layers(shape, n, device, pool), deadline)
+        print("LINE " + json.dumps(line), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [shape.name for shape in SHAPES]
+    parser.add_argument("--models", nargs="+", choices=names, default=names)
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--budget", type=float, default=100.0, help="seconds for timing, without compiling")
+    parser.add_argument("--json", type=Path, help="folder of decode_tune.json with every figure")
+    parser.add_argument(
+        "--one", action="store_true", help=argparse.SUPPRESS
+    )  # this process runs the model itself
+    args = parser.parse_args()
+    shapes = [shape for shape in SHAPES if shape.name in args.models]
+    if args.one:
+        run_one(shapes[0], args.batches, args.budget)
+    else:
+        tune(shapes, args.batches, args.budget, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from atom.benchmarks.decode_launches import SHAPES
+from atom.benchmarks.decode_tune import Layers, choices_of
 from atom.config import Config
 from atom.kernels.reference import decode as reference
 from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.gpu
 
 HALF = torch.bfloat16
 BOUND = 1e-2  # of bf16 against fp32, as a share of the norm
+LAYERS_SIZE = 440 << 20  # weights of two layers of the largest model
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -50,6 +52,22 @@ def test_linears_of_real_shapes(shape, num_tokens):
             for _ in range(3):  # arrivals are left as they were found
                 kind(x, layer, out, residual)
                 assert error(out, wide) < BOUND, f"{name} {kind.choice(layer.shape, num_tokens)}"
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="the ring kernel is compiled for sm_90")
+@pytest.mark.parametrize("num_tokens", [2, 8, 27, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_rings_of_real_shapes(shape, num_tokens):
+    """The least and the most that a program asks for before it waits, without and with splits over K."""
+    layers = Layers(shape, num_tokens, torch.device("cuda"), random(LAYERS_SIZE, scale=0.01))
+    for part in shape.linears:
+        rings = [c for c in choices_of(shape, part, num_tokens) if c.kernel == "ring"]
+        assert rings, f"{part} has no ring for {num_tokens} tokens"
+        rings.sort(
+            key=lambda choice: (choice.blocks[2], choice.blocks[0] * choice.blocks[1] * choice.blocks[3])
+        )
+        for choice in {rings[0], rings[len(rings) // 2], rings[-1]}:
+            assert layers.check(part, choice) == "", f"{part} {choice}"
 
 
 @pytest.mark.parametrize("num_tokens", [8, 32])

@@ -54,12 +54,13 @@ def facts(binary):
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     ptx = binary.asm["ptx"]
     before, wait, _ = ptx.partition("griddepcontrol.wait")
+    wide = r"ld\.global[.\w:]*v4|cp\.async\.[^;]*0x10"
     return {
         "registers": max(map(int, re.findall(r"REG:(\d+)", usage))),
         "spilled": max(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
         "shared": binary.metadata.shared,
-        "wide": len(re.findall(r"ld\.global[.\w:]*v4|cp\.async\.[^;]*0x10", ptx)),
-        "wide_before_wait": len(re.findall(r"ld\.global[.\w:]*v4", before)) if wait else 0,
+        "wide": len(re.findall(wide, ptx)),
+        "wide_before_wait": len(re.findall(wide, before)) if wait else 0,
         "waits": ptx.count("griddepcontrol.wait"),
         "starts_next_first": "griddepcontrol.launch_dependents" in before,
         "stores_before_wait": len(re.findall(r"st\.global|atom\.global", before)) if wait else 0,
@@ -76,8 +77,13 @@ def record(recorder):
             record_step(recorder, shape, int(num_tokens), has_gluon=False, cache_dtype=torch.float8_e4m3fn)
 
 
-found = {}
-for launch in launches_of(record):
-    name = launch.kernel.fn.__name__
-    found[f"{name} {launch.label} {launch.launch_options}"] = {"kernel": name, **facts(compiled(launch))}
-print(json.dumps(found))
+def main():
+    found = {}
+    for launch in launches_of(record):
+        name = launch.kernel.fn.__name__
+        found[f"{name} {launch.label} {launch.launch_options}"] = {"kernel": name, **facts(compiled(launch))}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

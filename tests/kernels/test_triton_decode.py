@@ -8,7 +8,20 @@ import torch
 
 from atom.kernels.reference import decode as reference
 from atom.kernels.triton.decode_attend import AttentionLayer, ColumnShape, DecodeAttention, StepTables
-from atom.kernels.triton.decode_linear import Choice, DecodeLinear, HeadBuffers, LinearArguments, head
+from atom.kernels.triton.decode_linear import (
+    MEASURED,
+    NEED_GLUON,
+    Choice,
+    DecodeLinear,
+    HeadBuffers,
+    LinearArguments,
+    LinearShape,
+    candidates,
+    default_choice,
+    fits_ring,
+    head,
+    token_class,
+)
 from atom.kernels.triton.decode_parts import ACTIVATIONS, LOWEST, compact
 from atom.kernels.triton.decode_step import choose, embed, final_norm, prepare_decode
 
@@ -116,6 +129,32 @@ def test_a_norm_may_be_half_done_by_the_launch_before_it(producer, consumer, dty
     assert close(out, wanted)
     run(stream, layer, usual, choice=consumer)
     assert error(out, usual) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 32, 33, 64])
+def test_a_choice_depends_on_the_class_of_tokens_alone(num_tokens):
+    for n, k, has_activation in MEASURED:
+        shape = LinearShape(n, k, int(has_activation))
+        for has_gluon in (False, True):
+            choice = default_choice(shape, num_tokens, has_gluon)
+            assert choice == default_choice(shape, token_class(num_tokens), has_gluon)
+            assert has_gluon or choice.kernel not in NEED_GLUON
+
+
+def test_every_ring_that_is_tried_covers_its_shape():
+    for n, k, has_activation in MEASURED:
+        shape = LinearShape(n, k, int(has_activation))
+        for num_tokens in (8, 32, 64):
+            tried = [
+                choice.blocks for choice in candidates(shape, num_tokens, True) if choice.kernel == "ring"
+            ]
+            assert tried and len(tried) == len(set(tried))
+            for rows, width, split, stages, slices, warps in tried:
+                assert shape.weight_rows % rows == 0 and k % (split * width) == 0
+                assert stages <= k // split // width and stages * rows * width * 2 <= 220_000
+                assert width // slices >= 64 and warps in (slices, 2 * slices)
+            assert not fits_ring(shape, (48, 512, 1, 2, 4, 4), num_tokens), "48 rows are no power of two"
+            assert not fits_ring(shape, (16, 128, 1, 2, 4, 4), num_tokens), "32 columns a warp"
 
 
 def test_a_row_does_not_depend_on_its_company():

@@ -10,7 +10,7 @@ from triton.runtime.jit import JITFunction
 
 from atom.kernels.triton.compile_ahead import compile_launches_of
 
-PROGRAM = Path(__file__).parents[1] / "helpers" / "compile_decode_for_sm90.py"
+HELPERS = Path(__file__).parents[1] / "helpers"
 EARLY = {
     "gemv",
     "gemv_rows",
@@ -23,21 +23,25 @@ CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:32")
 INDEPENDENT = {"_embed", "_prepare"}
 
 
-def test_decode_kernels_compile_for_sm_90(tmp_path):
+def output_of(program, tmp_path, *arguments):
     environment = {
         "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": ":".join(sys.path),
+        "PYTHONPATH": ":".join([str(HELPERS.parents[1]), *sys.path]),
         "TRITON_CACHE_DIR": str(tmp_path),
     }
     result = subprocess.run(
-        [sys.executable, str(PROGRAM), *CASES],
+        [sys.executable, str(HELPERS / program), *arguments],
         capture_output=True,
         text=True,
         env=environment,
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads(result.stdout)
+    return json.loads(result.stdout)
+
+
+def test_decode_kernels_compile_for_sm_90(tmp_path):
+    found = output_of("compile_decode_for_sm90.py", tmp_path, *CASES)
     assert {facts["kernel"] for facts in found.values()} >= EARLY
     for name, facts in found.items():
         kernel = facts["kernel"]
@@ -55,6 +59,17 @@ def test_decode_kernels_compile_for_sm_90(tmp_path):
             assert facts["wide_before_wait"] >= 2, f"{name} loads nothing wide before it waits"
         if kernel == "gemv_rows":
             assert facts["barriers"] == 0, f"{name} passes something through shared memory"
+
+
+def test_the_ring_computes_what_its_twin_does(tmp_path):
+    """Gluon kernels have no interpreter: the compiled code runs in numpy, copies arriving when they are waited for."""
+    for case, found in output_of("run_ring_for_sm90.py", tmp_path).items():
+        assert found["out"] < 1e-2, f"{case}: {found}"
+        assert found.get("next input", 0.0) < 1e-2 and found.get("squares", 0.0) < 1e-5, f"{case}: {found}"
+        assert found["arrivals"] == 0.0, f"{case}: the next launch counts from zero"
+        assert found["spilled"] == 0, f"{case} spills {found['spilled']} bytes"
+        assert found["wide_before_wait"] >= 4, f"{case} asks for little before it waits"
+        assert found["waits"] == 1 and found["starts_next_first"] and found["stores_before_wait"] == 0, case
 
 
 def test_what_a_step_launches_is_compiled_once_and_not_run():

@@ -14,6 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from atom.kernels.triton.decode_parts import LOWEST, activate, pack_key, send_to_l2
 
+_SHARES = tl.constexpr(64)  # of sums of squares, read at once
+
 
 @triton.jit
 def _weight_rows(pid, N, BN: tl.constexpr, ACTIVATION: tl.constexpr):
@@ -99,17 +101,52 @@ def _residual(
 
 
 @triton.jit
-def _all_squares(squares_in, SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, BM: tl.constexpr):
-    """Sums of squares of the tokens from the shares that another launch left."""
-    slot = tl.arange(0, SLOTS_PAD)
-    token = tl.arange(0, BM)
-    shares = tl.load(
-        squares_in + slot[:, None] * BM + token[None, :], mask=(slot < SLOTS)[:, None], other=0.0
-    )
-    return tl.sum(shares, 0)
+def _shares(squares_in, start, num_shares, BM: tl.constexpr):
+    """``[_SHARES, BM]`` shares of the tokens' sums of squares that another launch left, from ``start`` on."""
+    share = start + tl.arange(0, _SHARES)
+    place = squares_in + share[:, None] * BM + tl.arange(0, BM)[None, :]
+    return tl.load(place, mask=(share < num_shares)[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
+def _all_squares(first, squares_in, num_shares, BM: tl.constexpr):
+    """Sums of squares of the tokens; ``first`` shares were loaded before the product, to be there behind it."""
+    for start in tl.range(_SHARES, num_shares, _SHARES, num_stages=1):
+        first += _shares(squares_in, start, num_shares, BM)
+    return tl.sum(first, 0)
+
+
+@triton.jit
+def _products(
+    places,  # of the first tile of the weight
+    inputs,  # of the first [BK, BM] of x
+    norm,
+    column,
+    is_token,
+    COLUMNS: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    TAKES_NORM: tl.constexpr,
+):
+    """Products over COLUMNS columns, and the sums of squares of x where the norm is taken here."""
+    acc = tl.zeros((BN, BM), tl.float32)
+    squares = tl.zeros((BM,), tl.float32)
+    for k in range(0, COLUMNS, BK):
+        tile = tl.load(places)
+        value = tl.load(inputs, mask=is_token, other=0.0)
+        if TAKES_NORM:
+            wide = value.to(tl.float32)
+            squares += tl.sum(wide * wide, 0)
+            factor = tl.load(norm + k + column).to(tl.float32)
+            value = (wide * factor[:, None]).to(tile.dtype)
+        acc = tl.dot(tile, value, acc, input_precision="ieee")
+        places += BK
+        inputs += BK
+    return acc, squares
+
+
+@triton.jit(do_not_specialize=["M", "num_shares"])
 def gemm_loop(
     x,
     norm,
@@ -117,13 +154,14 @@ def gemm_loop(
     bias,
     residual,
     out,
-    squares_in,  # [SLOTS, BM] fp32 of the launch that wrote x, if SLOTS > 0
+    squares_in,  # [num_shares, BM] fp32 of the launch that wrote x, if IS_SCALED
     next_norm,
     scaled_out,  # [M, N]: out times next_norm
     squares_out,  # [tiles, BM] fp32: shares of the sums of squares of out
     partial,  # [programs, BN + 1, BM] fp32
     arrivals,  # [tiles] int32, zero between launches
     eps,
+    num_shares,
     M,
     N,
     K: tl.constexpr,
@@ -136,8 +174,7 @@ def gemm_loop(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_NEXT: tl.constexpr,
-    SLOTS: tl.constexpr,  # 0: the norm is taken here; otherwise x is scaled by it already
-    SLOTS_PAD: tl.constexpr,
+    IS_SCALED: tl.constexpr,  # x is scaled by the norm already; otherwise the norm is taken here
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -157,21 +194,11 @@ def gemm_loop(
     inputs = x + token[None, :] * K + column[:, None]
     is_token = (token < M)[None, :]
     before = _residual(residual, pid, M, N, BN, BM, HAS_RESIDUAL, ACTIVATION)
-    acc = tl.zeros((BN, BM), tl.float32)
-    squares = tl.zeros((BM,), tl.float32)
-    if SLOTS > 0:
-        given = _all_squares(squares_in, SLOTS, SLOTS_PAD, BM)
-    for k in range(0, K // SPLIT, BK):
-        tile = tl.load(places)
-        value = tl.load(inputs, mask=is_token, other=0.0)
-        if HAS_NORM and SLOTS == 0:
-            wide = value.to(tl.float32)
-            squares += tl.sum(wide * wide, 0)
-            factor = tl.load(norm + k + column).to(tl.float32)
-            value = (wide * factor[:, None]).to(tile.dtype)
-        acc = tl.dot(tile, value, acc, input_precision="ieee")
-        places += BK
-        inputs += BK
+    if IS_SCALED:
+        shares = _shares(squares_in, 0, num_shares, BM)
+    acc, squares = _products(
+        places, inputs, norm, column, is_token, K // SPLIT, BN, BM, BK, HAS_NORM and not IS_SCALED
+    )
     is_last = True
     if SPLIT > 1:
         index = tl.arange(0, BN)[:, None] * BM + token[None, :]
@@ -189,8 +216,8 @@ def gemm_loop(
                 acc += tl.load(part + index, cache_modifier=".cg")
                 squares += tl.load(part + BN * BM + token, cache_modifier=".cg")
             tl.store(arrivals + pid, 0)
-    if SLOTS > 0:
-        squares = given
+    if IS_SCALED:
+        squares = _all_squares(shares, squares_in, num_shares, BM)
     if is_last:
         _finish(
             acc, squares, before, row, pid, bias, out, next_norm, scaled_out, squares_out, eps, M, N, K, BN, BM,
@@ -198,7 +225,7 @@ def gemm_loop(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "num_shares"])
 def gemm_rows(
     x,
     norm,
@@ -206,11 +233,12 @@ def gemm_rows(
     bias,
     residual,
     out,
-    squares_in,  # [SLOTS, BM] fp32 of the launch that wrote x, if SLOTS > 0
+    squares_in,  # [num_shares, BM] fp32 of the launch that wrote x, if IS_SCALED
     next_norm,
     scaled_out,  # [M, N]: out times next_norm
     squares_out,  # [tiles, BM] fp32: shares of the sums of squares of out
     eps,
+    num_shares,
     M,
     N,
     K: tl.constexpr,
@@ -222,8 +250,7 @@ def gemm_rows(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_NEXT: tl.constexpr,
-    SLOTS: tl.constexpr,  # 0: the norm is taken here; otherwise x is scaled by it already
-    SLOTS_PAD: tl.constexpr,
+    IS_SCALED: tl.constexpr,  # x is scaled by the norm already; otherwise the norm is taken here
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -244,12 +271,12 @@ def gemm_rows(
     before = _residual(residual, pid, M, N, BN, BM, HAS_RESIDUAL, ACTIVATION)
     acc = tl.zeros((SLICES, BM, BN), tl.float32)
     squares = tl.zeros((SLICES, BM), tl.float32)
-    if SLOTS > 0:
-        given = _all_squares(squares_in, SLOTS, SLOTS_PAD, BM)
+    if IS_SCALED:
+        shares = _shares(squares_in, 0, num_shares, BM)
     for c in tl.static_range(CHUNKS):
         place = x + token[None, :, None] * K + (c * CHUNK + column)[:, None, :]
         value = tl.load(place, mask=(token < M)[None, :, None], other=0.0)
-        if HAS_NORM and SLOTS == 0:
+        if HAS_NORM and not IS_SCALED:
             wide = value.to(tl.float32)
             squares += tl.sum(wide * wide, 2)
             factor = tl.load(norm + c * CHUNK + column).to(tl.float32)
@@ -257,8 +284,8 @@ def gemm_rows(
         acc = tl.dot(value, tl.permute(tiles[c], (0, 2, 1)), acc, input_precision="ieee")
     summed = tl.trans(tl.sum(acc, 0))
     total = tl.sum(squares, 0)
-    if SLOTS > 0:
-        total = given
+    if IS_SCALED:
+        total = _all_squares(shares, squares_in, num_shares, BM)
     _finish(
         summed, total, before, row, pid, bias, out, next_norm, scaled_out, squares_out, eps, M, N, K, BN, BM,
         HAS_NORM, HAS_BIAS, HAS_RESIDUAL, HAS_NEXT, ACTIVATION,
@@ -296,13 +323,7 @@ def head_gemm(
     places = weight + row[:, None] * K + column[None, :]
     inputs = x + token[None, :] * K + column[:, None]
     is_token = (token < M)[None, :]
-    acc = tl.zeros((BN, BM), tl.float32)
-    for _ in range(0, K, BK):
-        tile = tl.load(places)
-        value = tl.load(inputs, mask=is_token, other=0.0)
-        acc = tl.dot(tile, value, acc, input_precision="ieee")
-        places += BK
-        inputs += BK
+    acc, _ = _products(places, inputs, None, column, is_token, K, BN, BM, BK, False)
     logit = acc.to(logits.dtype.element_ty)
     place = pid * BN + tl.arange(0, BN)
     if wants_logits != 0:

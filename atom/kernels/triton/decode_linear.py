@@ -1,8 +1,9 @@
 """The linear layers of a decode step: which kernel and which blocks serve a shape, and the launch.
 
-``gemv`` entries serve one token, ``gemm`` entries up to 64. What is best was measured for the shapes of
-``MEASURED`` on an H200; other shapes follow rules drawn from them, and ``decode_table`` overrides both with what
-was measured on this machine. A choice depends on (N, K) and on one token, few or many, on nothing else.
+``gemv`` and ``gluon`` serve one token, ``loop``, ``rows`` and ``ring`` up to 64. What is best was measured for the
+shapes of ``MEASURED`` on an H200; other shapes follow rules drawn from them, and ``decode_table`` overrides both with
+what was measured on this machine. A choice depends on (N, K) and on the class of the number of tokens, on nothing
+else.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ import triton
 from atom.kernels.triton import decode_gemm, decode_gemv
 from atom.kernels.triton.decode_parts import pdl_options
 
-FEW = 16  # tokens up to which whole rows may be loaded before the wait
 MAX_TOKENS = 64
+CLASSES = (
+    1,
+    16,
+    32,
+    MAX_TOKENS,
+)  # the most tokens of each class that has its own choices; products are padded to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +90,10 @@ class LinearArguments:
         }
 
 
-# (N, K, has an activation) -> for one token, for few, for many.
-MEASURED: dict[tuple[int, int, bool], tuple[Choice, Choice, Choice]] = {
+NEED_GLUON = ("gluon", "ring")
+
+# (N, K, has an activation) -> by class; the last one serves the larger classes too.
+MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
     (4096, 1024, False): (
         Choice("gluon", (4, 4)), Choice("rows", (16, 4)), Choice("loop", (64, 128, 2, 5, 0)),
     ),
@@ -120,10 +128,12 @@ def power_of_two_divisor(n: int, limit: int) -> int:
 
 def default_choice(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Choice:
     """The blocks for a shape, measured or by rule."""
-    index = 0 if num_tokens == 1 else 1 if num_tokens <= FEW else 2
+    index = CLASSES.index(token_class(num_tokens))
     measured = MEASURED.get((shape.N, shape.K, shape.activation > 0))
-    if measured is not None and (has_gluon or measured[index].kernel != "gluon"):
-        return measured[index]
+    if measured is not None:
+        choice = measured[min(index, len(measured) - 1)]
+        if has_gluon or choice.kernel not in NEED_GLUON:
+            return choice
     if index == 0:
         if has_gluon and shape.K < 2048 and fits_gluon(shape, 2, 4):
             return Choice("gluon", (2, 4))
@@ -168,6 +178,46 @@ def _chunk(columns: int) -> int:
     )
 
 
+def fits_ring(shape: LinearShape, blocks: tuple[int, ...], most_tokens: int = MAX_TOKENS) -> bool:
+    """Whether ``(rows, columns a step, splits, stages, slices, warps)`` cover the shape and fit a multiprocessor.
+
+    A warp takes at least 64 columns of a step. The registers that a thread needs are estimated: where it was more
+    than this, the compiler spilled.
+    """
+    rows, width, split, stages, slices, warps = blocks
+    if warps % slices or width % slices or width // slices not in (64, 128, 256):
+        return False
+    wide, steps = _padded(most_tokens), shape.K // split // width
+    along_rows = warps // slices
+    if rows & (rows - 1) or rows // along_rows < 8 or shape.weight_rows % rows or shape.K % (split * width):
+        return False
+    values = wide * rows // along_rows + wide * width // slices // 2 * min(2, steps)
+    values += (
+        rows // along_rows * 32 + 64 * wide // warps
+    )  # a step's weights, and shares of the sums of squares
+    shared = max(stages * rows * width * 2, slices * wide * rows * 4)
+    return values // 32 <= 200 and shared <= 220_000 and stages <= steps
+
+
+def _ring_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
+    """Rings that ask for 24 to 200 KB a program before the wait, with as few splits as keep most chips busy."""
+    most, seen = token_class(num_tokens), set()
+    for rows in (8, 16, 32, 64, 128):
+        for slices, along_rows, width in ((4, 1, 64), (4, 1, 128), (8, 1, 64), (8, 1, 128), (4, 2, 64)):
+            for split in (1, 2, 4, 8):
+                programs, step = shape.weight_rows // rows * split, slices * width
+                steps = shape.K // split // step
+                if not 96 <= programs <= 1056 or (split > 1 and programs > 300) or steps < 1:
+                    continue
+                for held in (64 << 10, 160 << 10):
+                    stages = min(steps, held // (rows * step * 2))
+                    blocks = (rows, step, split, stages, slices, slices * along_rows)
+                    is_short = stages < min(steps, 3) or stages * rows * step < 12 << 10
+                    if blocks not in seen and not is_short and fits_ring(shape, blocks, most):
+                        seen.add(blocks)
+                        yield Choice("ring", blocks)
+
+
 def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator[Choice]:
     """What is worth measuring for a shape."""
     if num_tokens == 1:
@@ -182,19 +232,23 @@ def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator
                     if fits_gluon(shape, rows, warps):
                         yield Choice("gluon", (rows, warps))
         return
-    if num_tokens <= FEW:
-        for rows in (8, 16, 32):
-            for warps in (4, 8):
-                if fits_rows(shape, rows, warps) and shape.weight_rows // rows >= 64:
-                    yield Choice("rows", (rows, warps))
+    if has_gluon:
+        yield from _ring_candidates(shape, num_tokens)
+    for rows in (8, 16, 32):
+        for warps in (4, 8):
+            if fits_rows(shape, rows, warps) and 64 <= shape.weight_rows // rows <= 512 and num_tokens <= 32:
+                yield Choice("rows", (rows, warps))
     for tall in (64, 128):
-        for width in (64, 128, 256):
+        for width in (64, 128):
             for split in (1, 2, 4, 8):
                 programs = triton.cdiv(shape.weight_rows, tall) * split
-                if shape.K % (split * width) or not 64 <= programs <= 1056 or shape.K // split // width < 2:
+                if shape.K % (split * width) or not 64 <= programs <= 528 or shape.K // split // width < 2:
                     continue
-                for ahead in (0, min(256, shape.K // split)):
-                    yield Choice("loop", (tall, width, split, 5, ahead))
+                if programs // split * 2 > 132 and (
+                    width == 64 or split > 2
+                ):  # rows alone nearly fill the chip
+                    continue
+                yield Choice("loop", (tall, width, split, 6 if width == 128 else 8, 0))
 
 
 class DecodeLinear:
@@ -233,9 +287,10 @@ class DecodeLinear:
         """Make room for the partial sums of every shape; before anything is recorded."""
         size, tiles = 0, 1
         for shape in shapes:
-            for num_tokens in (FEW, max_tokens):
+            for num_tokens in CLASSES[1:]:
+                num_tokens = min(num_tokens, max_tokens)
                 choice = self.choice(shape, num_tokens)
-                if choice.kernel == "loop":
+                if choice.kernel in ("loop", "ring"):
                     tall, _, split = choice.blocks[:3]
                     num_tiles = triton.cdiv(shape.weight_rows, tall)
                     if split > 1:
@@ -304,8 +359,8 @@ class DecodeLinear:
 
 
 def token_class(num_tokens: int) -> int:
-    """1, ``FEW`` or ``MAX_TOKENS``: what choices are kept by."""
-    return 1 if num_tokens == 1 else FEW if num_tokens <= FEW else MAX_TOKENS
+    """The class of ``CLASSES`` that choices for ``num_tokens`` are kept by."""
+    return next(most for most in CLASSES if num_tokens <= most)
 
 
 def _padded(num_tokens: int) -> int:
@@ -335,13 +390,12 @@ def _launch_gluon(workspace, x, layer, out, residual, blocks, shape, uses_pdl) -
     )  # fmt: skip
 
 
+def _num_shares(scaled: Scaled | None) -> int:
+    return 0 if scaled is None else scaled.num_shares
+
+
 def _norm_options(scaled: Scaled | None, next_norm: torch.Tensor | None) -> dict[str, Any]:
-    num_shares = 0 if scaled is None else scaled.num_shares
-    return {
-        "SLOTS": num_shares,
-        "SLOTS_PAD": triton.next_power_of_2(max(1, num_shares)),
-        "HAS_NEXT": next_norm is not None,
-    }
+    return {"IS_SCALED": scaled is not None, "HAS_NEXT": next_norm is not None}
 
 
 def _launch_loop(
@@ -352,7 +406,8 @@ def _launch_loop(
     stages = min(stages, shape.K // split // width + 1, 200_000 // (width * (tall + wide) * x.element_size()))
     decode_gemm.gemm_loop[(triton.cdiv(shape.weight_rows, tall), split)](
         x if scaled is None else scaled.x, layer.norm, layer.weight, layer.bias, residual, out, workspace.shares,
-        next_norm, next_x, workspace.shares, workspace.partial, workspace.arrivals, layer.eps, len(x), shape.N,
+        next_norm, next_x, workspace.shares, workspace.partial, workspace.arrivals, layer.eps,
+        _num_shares(scaled), len(x), shape.N,
         K=shape.K, BN=tall, BM=wide, BK=width, SPLIT=split, AHEAD=ahead, **layer.flags(residual, uses_pdl),
         **_norm_options(scaled, next_norm), num_warps=4, num_stages=max(1, stages), **pdl_options(uses_pdl),
     )  # fmt: skip
@@ -364,13 +419,35 @@ def _launch_rows(
     rows, warps = blocks
     decode_gemm.gemm_rows[(triton.cdiv(shape.weight_rows, rows),)](
         x if scaled is None else scaled.x, layer.norm, layer.weight, layer.bias, residual, out, workspace.shares,
-        next_norm, next_x, workspace.shares, layer.eps, len(x), shape.N,
+        next_norm, next_x, workspace.shares, layer.eps, _num_shares(scaled), len(x), shape.N,
         K=shape.K, CHUNK=_chunk(shape.K), BN=rows, BM=_padded(len(x)), SLICES=warps,
         **_norm_options(scaled, next_norm), **layer.flags(residual, uses_pdl), num_warps=warps, **pdl_options(uses_pdl),
     )  # fmt: skip
 
 
-_LAUNCHES = {"gemv": _launch_gemv, "gluon": _launch_gluon, "loop": _launch_loop, "rows": _launch_rows}
+def _launch_ring(
+    workspace, x, layer, out, residual, blocks, shape, uses_pdl, scaled=None, next_norm=None, next_x=None
+) -> None:
+    from atom.kernels.triton import decode_gemm_gluon
+
+    rows, width, split, stages, slices, warps = blocks
+    decode_gemm_gluon.gemm_ring[(shape.weight_rows // rows, split)](
+        x if scaled is None else scaled.x, layer.norm, layer.weight, layer.bias, residual, out, workspace.shares,
+        next_norm, next_x, workspace.shares, workspace.partial, workspace.arrivals, layer.eps,
+        _num_shares(scaled), len(x), shape.N,
+        K=shape.K, BN=rows, BM=_padded(len(x)), BK=width, SPLIT=split, STAGES=stages, SLICES=slices, NW=warps,
+        **layer.flags(residual, uses_pdl), **_norm_options(scaled, next_norm), num_warps=warps,
+        **pdl_options(uses_pdl),
+    )  # fmt: skip
+
+
+_LAUNCHES = {
+    "gemv": _launch_gemv,
+    "gluon": _launch_gluon,
+    "loop": _launch_loop,
+    "rows": _launch_rows,
+    "ring": _launch_ring,
+}
 
 
 @dataclass(slots=True)

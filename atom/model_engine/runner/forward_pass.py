@@ -100,7 +100,7 @@ class ForwardPass:
         capacity = InputPacker.capacity(max_num_seqs, chunk_tokens, max_blocks, len(groups))
         self._publisher = Publisher(capacity, device)
         self._packer = InputPacker(
-            capacity, self.tables.trash_row, self._publisher.buffers, self._publisher.wait_for
+            capacity, self.tables.trash_row, self._publisher.buffers, self._publisher.wait_for, len(groups)
         )
         self._static: dict[tuple[int, bool], StepInputs] = {}  # of token buckets, by (tokens, is prefill)
         self._live: _LiveStep | None = None
@@ -168,6 +168,9 @@ class ForwardPass:
         self._static[live.mode.running_tokens, bool(live.step.num_prefill_seqs)] = inputs
         context = self._context(inputs)
         context.tr_graph = "record"
+        if self.tables.prepares(live.step):  # the graph fills its inputs itself, from the packed step
+            packed = live.packed
+            context.prepare = lambda: self.tables.prepare(packed, inputs)
         with set_forward_context(context):
             self.model(inputs.input_ids, inputs.positions)
 
@@ -224,9 +227,10 @@ class ForwardPass:
     def _run_bucket(self) -> _Outputs:
         """Replay the live step's token bucket, on the inputs that it was recorded with."""
         live = self._live
-        inputs = self._derive()
-        static = self._static[live.mode.running_tokens, bool(live.step.num_prefill_seqs)]
-        static.copy_(inputs)
+        inputs = static = self._static[live.mode.running_tokens, bool(live.step.num_prefill_seqs)]
+        if not self.tables.prepares(live.step):
+            inputs = self._derive()
+            static.copy_(inputs)
         context = self._context(inputs)
         context.tr_graph = "replay"
         with set_forward_context(context):

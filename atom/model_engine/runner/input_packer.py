@@ -1,9 +1,10 @@
 """Everything a step needs from the host, in one int32 buffer. numpy only.
 
-    rows [n] | query lengths [n] | starts [n] | patches per cache group [p_g, 3] | ids of prefill rows
+    rows [n] | query lengths [n] | starts [n] | header | patches per cache group [p_g, 3] | ids of prefill rows
 
-``starts`` is read for prefill rows alone: a decode row's position is on the device. Shipping one buffer
-makes one host-to-device copy a step; ranks other than 0 receive the same bytes.
+``starts`` is read for prefill rows alone: a decode row's position is on the device. The header says what a launch
+cannot be told that is recorded: number of prefill rows, where their ids begin, number of patches of each group.
+Shipping one buffer makes one host-to-device copy a step; ranks other than 0 receive the same bytes.
 
 ``n`` is padded to what a recorded graph was recorded with: padded sequences have the trash row, and one query
 token in a decode step, none in a prefill.
@@ -18,6 +19,11 @@ import numpy as np
 from atom.core import ScheduledBatch, Sequence
 
 RING_SIZE = 3  # a slot is written again only when the step that read it has long ended
+
+
+def header_size(num_groups: int) -> int:
+    """Elements between the starts and the patches."""
+    return 2 + num_groups
 
 
 @dataclass(slots=True)
@@ -35,17 +41,17 @@ class PackedStep:
 
     @property
     def patch_offset(self) -> int:
-        return 3 * self.running_bs
+        return 3 * self.running_bs + header_size(len(self.patch_counts))
 
     @property
     def ids_offset(self) -> int:
-        return 3 * (self.running_bs + sum(self.patch_counts))
+        return self.patch_offset + 3 * sum(self.patch_counts)
 
     def sections(self) -> list[tuple[int, int]]:
         """Begin and end of each section that holds anything."""
         n = self.running_bs
         ends = [n, 2 * n, 2 * n + self.num_prefill_seqs, self.ids_offset, len(self.buffer)]
-        starts = [0, n, 2 * n, self.patch_offset, self.ids_offset]
+        starts = [0, n, 2 * n, 3 * n, self.ids_offset]
         return [(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
 
 
@@ -63,6 +69,7 @@ class InputPacker:
         trash_row: the row of padded sequences.
         buffers: ``RING_SIZE`` int32 arrays of at least :meth:`capacity` elements; None allocates them.
         wait_for: called with a slot's number before it is written; returns once nobody reads it any more.
+        num_groups: cache groups, for steps of nothing but padding.
     """
 
     def __init__(
@@ -71,10 +78,12 @@ class InputPacker:
         trash_row: int = 0,
         buffers: list[np.ndarray] | None = None,
         wait_for: Callable[[int], None] | None = None,
+        num_groups: int = 1,
     ):
         self._ring = buffers or [np.zeros(capacity, np.int32) for _ in range(RING_SIZE)]
         self._trash_row = trash_row
         self._wait_for = wait_for
+        self._num_groups = num_groups
         self._next = 0
         # The list object and the padding that each slot holds.
         self._packed_rows: list[tuple[list[int] | None, int]] = [(None, 0)] * len(self._ring)
@@ -82,7 +91,8 @@ class InputPacker:
     @staticmethod
     def capacity(max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int, num_groups: int) -> int:
         """Elements that hold the largest step: every row admitted at once with a whole-prompt prefix hit."""
-        return max_num_seqs * (3 + 3 * num_groups * max_blocks_per_seq) + max_num_tokens
+        rows = max_num_seqs * (3 + 3 * num_groups * max_blocks_per_seq)
+        return rows + header_size(num_groups) + max_num_tokens
 
     def pack(self, batch: ScheduledBatch, running_bs: int | None = None) -> PackedStep:
         """Pack ``batch``, padded to ``running_bs`` sequences."""
@@ -100,15 +110,15 @@ class InputPacker:
             buffer[n + num_seqs : 2 * n] = 0 if num_prefill else 1
         if num_prefill:
             buffer[2 * n : 2 * n + num_prefill] = batch.starts[:num_prefill]
-        end = 3 * n
-        counts = []
+        counts = [len(patches) for patches in batch.patches]
+        end = 3 * n + header_size(len(counts))
         for patches in batch.patches:
-            counts.append(len(patches))
             if patches:
                 used = 3 * len(patches)
                 buffer[end : end + used] = list(chain.from_iterable(patches))
                 end += used
         first_id = end
+        buffer[3 * n : 3 * n + header_size(len(counts))] = (num_prefill, first_id, *counts)
         for i in range(num_prefill):
             start, length = batch.starts[i], batch.num_scheduled[i]
             buffer[end : end + length] = _ids(batch.seqs[i], start, length)
@@ -125,7 +135,10 @@ class InputPacker:
         buffer[running_bs : 2 * running_bs] = 0 if is_prefill else 1
         buffer[2 * running_bs : 3 * running_bs] = 0
         num_prefill = 1 if is_prefill else 0  # an empty one: it makes the step a prefill
-        return PackedStep(buffer[: 3 * running_bs], slot, num_prefill, running_bs, num_prefill, 0, 0, [])
+        counts = [0] * self._num_groups
+        end = 3 * running_bs + header_size(len(counts))
+        buffer[3 * running_bs : end] = (num_prefill, end, *counts)
+        return PackedStep(buffer[:end], slot, num_prefill, running_bs, num_prefill, 0, 0, counts)
 
     def _take_slot(self) -> tuple[int, np.ndarray]:
         slot = self._next

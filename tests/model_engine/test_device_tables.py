@@ -240,7 +240,9 @@ def filled_tables(num_groups, seed):
 
 
 def patches_of(seqs, num_groups, first=60):
-    return [[(seq.row, column, first + column) for seq in seqs for column in (0, 3)] for _ in range(num_groups)]
+    return [
+        [(seq.row, column, first + column) for seq in seqs for column in (0, 3)] for _ in range(num_groups)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,9 @@ def test_a_launch_that_was_recorded_serves_the_next_step():
     assert all(group.slot_mapping.eq(-1).all() for group in room.groups)
     for seed, rows in enumerate([(1, 2, 6), (4,)]):
         seqs = [sequence(row, list(range(row, row + 20))) for row in rows]
-        step = batch(seqs, [4 * seed] * len(seqs), [13] * len(seqs), len(seqs), patches_of(seqs, 2, 70 + seed))
+        step = batch(
+            seqs, [4 * seed] * len(seqs), [13] * len(seqs), len(seqs), patches_of(seqs, 2, 70 + seed)
+        )
         derived = prepared(theirs, packer, step, 4, 50)
         packed = packer.pack(step, 4)
         buffer[: len(packed.buffer)] = torch.from_numpy(packed.buffer)
@@ -303,7 +307,9 @@ def test_more_sequences_and_patches_than_a_launch_looks_at_in_one_go():
     packer = InputPacker(capacity, num_rows)
     seqs = [sequence(row, list(range(row, row + 9))) for row in range(num_rows)]
     lengths = [1 + row % 9 for row in range(num_rows)]
-    patches = [[(row, column, row * columns + column) for row in range(num_rows) for column in range(columns)]]
+    patches = [
+        [(row, column, row * columns + column) for row in range(num_rows) for column in range(columns)]
+    ]
     step = batch(seqs, [0] * num_rows, lengths, num_rows, patches)
     derived = prepared(tables[0], packer, step)
     packed = packer.pack(step)

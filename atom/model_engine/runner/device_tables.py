@@ -62,7 +62,9 @@ class DeviceTables:
         self.block_size = block_size
         self.trash_row = num_rows
         self.device = device
-        self._launches = device.type == "cuda"  # whether kernels of our own take the place of tensor operations
+        self._prepares = (
+            device.type == "cuda"
+        )  # whether kernels of our own take the place of tensor operations
         self._tables = torch.zeros((num_groups, num_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self.block_tables = list(self._tables.unbind())
         self.computed = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
@@ -74,7 +76,7 @@ class DeviceTables:
         Args:
             packed: the step's buffer on the device, at least ``[used]`` int32.
         """
-        if self._launches:
+        if self._prepares:
             if not step.num_prefill_seqs and any(step.patch_counts):
                 from atom.kernels.triton.step_inputs import patch_tables
 
@@ -104,9 +106,9 @@ class DeviceTables:
             running_tokens: rows of the forward pass with padding; None: no padding.
         """
         n, num_tokens = step.running_bs, running_tokens or step.num_tokens
-        if self._launches and step.num_prefill_seqs:
+        if self._prepares and step.num_prefill_seqs:
             return self.prepare(packed, self.new_inputs(n, num_tokens))
-        if self._launches and num_tokens == n:
+        if self._prepares and num_tokens == n:
             return self._prepare(packed, n, running_tokens is not None)
         rows = packed[:n].long()
         query_lens = packed[n : 2 * n]
@@ -145,7 +147,7 @@ class DeviceTables:
 
     def prepares(self, step: PackedStep) -> bool:
         """Whether :meth:`prepare` makes the inputs of such a step, which a recorded graph may then do itself."""
-        return self._launches and step.num_prefill_seqs > 0
+        return self._prepares and step.num_prefill_seqs > 0
 
     def new_inputs(self, n: int, num_tokens: int) -> StepInputs:
         """Room for the inputs of ``n`` sequences and ``num_tokens`` tokens, of undefined content."""

@@ -103,6 +103,7 @@ class ForwardPass:
             capacity, self.tables.trash_row, self._publisher.buffers, self._publisher.wait_for, len(groups)
         )
         self._static: dict[tuple[int, bool], StepInputs] = {}  # of token buckets, by (tokens, is prefill)
+        self._results: dict[tuple[int, int], tuple[_Outputs, ForwardResult]] = {}  # by bucket and sequences
         self._live: _LiveStep | None = None
 
     @property
@@ -129,21 +130,43 @@ class ForwardPass:
             if not self.before_replay(kind, size):
                 mode = ForwardMode("eager", batch.num_seqs, batch.num_tokens)
         step = self._packer.pack(batch, mode.running_bs)
+        self._begin(step, mode, *self._lengths(batch, mode), head)
+        with self._annotate(batch, padded_bs=mode.running_bs, is_graph=mode.kind != "eager"):
+            if mode.kind == "request":
+                outputs = self.req_graph.replay(request_bucket(mode.running_bs, 1))
+            elif mode.kind == "token":
+                outputs = self._run_bucket()
+            else:
+                outputs = self._forward()
+        return self._result(outputs, batch, mode)
+
+    def _lengths(self, batch: ScheduledBatch, mode: ForwardMode) -> tuple[list[int], list[int]]:
+        """Query and context lengths for the host's part of attention, padded decode sequences included.
+
+        A decode step that a device graph holds whole has no such part.
+        """
+        if mode.kind == "request" and self.device.type != "cpu":
+            return [], []
         query_lens = batch.num_scheduled
         context_lens = [start + n for start, n in zip(batch.starts, query_lens, strict=True)]
         if mode.running_bs > batch.num_seqs and not batch.num_prefill_seqs:
             padding = mode.running_bs - batch.num_seqs
             query_lens, context_lens = query_lens + [1] * padding, context_lens + [0] * padding
-        self._begin(step, mode, query_lens, context_lens, head)
-        with self._annotate(batch, padded_bs=mode.running_bs, is_graph=mode.kind != "eager"):
-            if mode.kind == "request":
-                hidden, rows, lens, cu_seqlens_q = self.req_graph.replay(request_bucket(mode.running_bs, 1))
-            elif mode.kind == "token":
-                hidden, rows, lens, cu_seqlens_q = self._run_bucket()
-            else:
-                hidden, rows, lens, cu_seqlens_q = self._forward()
+        return query_lens, context_lens
+
+    def _result(self, outputs: _Outputs, batch: ScheduledBatch, mode: ForwardMode) -> ForwardResult:
+        """The step's outputs without padding. Those of a recorded decode step lie where they lay: kept."""
         n = batch.num_seqs
-        return ForwardResult(hidden[: batch.num_tokens], rows[:n], lens[:n], cu_seqlens_q[: n + 1])
+        key = mode.running_bs, n
+        if mode.kind == "request":
+            kept = self._results.get(key)
+            if kept is not None and kept[0] is outputs:
+                return kept[1]
+        hidden, rows, lens, cu_seqlens_q = outputs
+        result = ForwardResult(hidden[: batch.num_tokens], rows[:n], lens[:n], cu_seqlens_q[: n + 1])
+        if mode.kind == "request":
+            self._results[key] = outputs, result
+        return result
 
     # -- what the recorder calls
 
@@ -184,6 +207,7 @@ class ForwardPass:
         for graphs in token_graphs(self.model):
             graphs.clear()
         self._static.clear()
+        self._results.clear()
         self.before_replay = self._live = None
 
     # -- a step's parts

@@ -18,6 +18,7 @@ import numpy as np
 
 from atom.core import ScheduledBatch, Sequence
 
+_NOTHING = (None, None, 0)
 RING_SIZE = 3  # a slot is written again only when the step that read it has long ended
 
 
@@ -85,8 +86,8 @@ class InputPacker:
         self._wait_for = wait_for
         self._num_groups = num_groups
         self._next = 0
-        # The list object and the padding that each slot holds.
-        self._packed_rows: list[tuple[list[int] | None, int]] = [(None, 0)] * len(self._ring)
+        # Lists of rows and query lengths, as objects, and the padding that each slot holds.
+        self._packed: list[tuple[list[int] | None, list[int] | None, int]] = [_NOTHING] * len(self._ring)
 
     @staticmethod
     def capacity(max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int, num_groups: int) -> int:
@@ -99,15 +100,15 @@ class InputPacker:
         slot, buffer = self._take_slot()
         num_seqs = len(batch.rows)
         n = num_seqs if running_bs is None else running_bs
-        kept, kept_n = self._packed_rows[slot]
-        if kept is not batch.rows or kept_n != n:  # a steady decode batch keeps its list of rows
+        num_prefill = batch.num_prefill_seqs
+        rows, lengths, kept_n = self._packed[slot]
+        # A steady decode batch keeps its lists.
+        if rows is not batch.rows or lengths is not batch.num_scheduled or kept_n != n:
             buffer[:num_seqs] = batch.rows
             buffer[num_seqs:n] = self._trash_row
-            self._packed_rows[slot] = (batch.rows, n)
-        buffer[n : n + num_seqs] = batch.num_scheduled
-        num_prefill = batch.num_prefill_seqs
-        if n > num_seqs:
+            buffer[n : n + num_seqs] = batch.num_scheduled
             buffer[n + num_seqs : 2 * n] = 0 if num_prefill else 1
+            self._packed[slot] = (batch.rows, batch.num_scheduled, n)
         if num_prefill:
             buffer[2 * n : 2 * n + num_prefill] = batch.starts[:num_prefill]
         counts = [len(patches) for patches in batch.patches]
@@ -130,7 +131,7 @@ class InputPacker:
     def padding(self, running_bs: int, is_prefill: bool) -> PackedStep:
         """A step of nothing but padding, for recording."""
         slot, buffer = self._take_slot()
-        self._packed_rows[slot] = (None, 0)
+        self._packed[slot] = _NOTHING
         buffer[:running_bs] = self._trash_row
         buffer[running_bs : 2 * running_bs] = 0 if is_prefill else 1
         buffer[2 * running_bs : 3 * running_bs] = 0

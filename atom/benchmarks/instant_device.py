@@ -8,6 +8,7 @@ in place of a graph launch stands a call that returns the graph's outputs.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,7 @@ class InstantRunner(ModelRunner):
             chunk_tokens=tokens,
             device=_CPU,
             annotate=_no_annotation,
+            time_model=partial(self._timer.start, "gpu_forward_seconds"),
         )
         forward.device = torch.device("cuda")
         forward.tables = _Tables(most, blocks, len(groups), block_size, _CPU)

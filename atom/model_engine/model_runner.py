@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -256,6 +257,7 @@ class ModelRunner(Worker):
             chunk_tokens=self._chunk_tokens,
             device=self.device,
             annotate=self._profiler.step,
+            time_model=partial(self._timer.start, "gpu_forward_seconds"),
         )
         self.forward_vars = self._forward.buffers()
         size = sum(buffer.nbytes for buffer in self.forward_vars.values())
@@ -368,9 +370,7 @@ class ModelRunner(Worker):
         if fused is not None:
             head = self._head_work(batch, plan)
             fused.begin(head)
-        stop_timer = self._timer.start("gpu_forward_seconds")
         result = self._forward.run(batch, head)
-        stop_timer()
         handle = StepHandle(batch, result, plan)
         if fused is not None:
             fused.finish(head, result.hidden)

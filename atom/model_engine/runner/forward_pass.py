@@ -67,6 +67,7 @@ class ForwardPass:
         layers: attention layers by name, in the order of their caches.
         chunk_tokens: the most tokens of a step; ``max_blocks`` alike of a sequence's table.
         annotate: names a step in traces, see ``StepProfiler.step``.
+        time_model: begins to time what the device computes, and returns what ends that (``DeviceTimer.start``).
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class ForwardPass:
         chunk_tokens: int,
         device: torch.device,
         annotate: Callable[..., AbstractContextManager[Any]],
+        time_model: Callable[[], Callable[[], None]],
     ):
         self.model = model
         self.layers = model.attention_layers()
         self.device = device
         self._annotate = annotate
+        self._time_model = time_model
         self.max_num_seqs = max_num_seqs
         self.graphs = GraphTables(enforce_eager=True)  # what may be replayed; the recorder replaces it
         self.req_graph = req_graph
@@ -132,12 +135,14 @@ class ForwardPass:
         step = self._packer.pack(batch, mode.running_bs)
         self._begin(step, mode, *self._lengths(batch, mode), head)
         with self._annotate(batch, padded_bs=mode.running_bs, is_graph=mode.kind != "eager"):
+            stop_timer = self._time_model()
             if mode.kind == "request":
                 outputs = self.req_graph.replay(request_bucket(mode.running_bs, 1))
             elif mode.kind == "token":
                 outputs = self._run_bucket()
             else:
                 outputs = self._forward()
+            stop_timer()
         return self._result(outputs, batch, mode)
 
     def _lengths(self, batch: ScheduledBatch, mode: ForwardMode) -> tuple[list[int], list[int]]:

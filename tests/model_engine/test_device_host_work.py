@@ -115,3 +115,33 @@ def test_a_readback_slot_holds_its_step_until_the_ring_has_gone_round():
     assert first.token_ids.tolist() == [11, 12] and first.is_finite.tolist() == [True, False]
     assert second.token_ids.tolist() == [1, 2, 3] and second.is_finite.tolist() == [False, True, True]
     assert third.token_ids.tolist() == [111] and third.is_finite.tolist() == [True]
+
+
+@pytest.mark.parametrize("backend", ["packed", "direct"])
+def test_each_way_to_the_device_ships_all_that_a_step_reads(monkeypatch, backend):
+    from atom.benchmarks.instant_device import _Publisher
+    from atom.model_engine.runner.input_packer import InputPacker
+
+    monkeypatch.setenv("ATOM_H2D_BACKEND", backend)
+    driver = decoding(3, "plain")
+    packs = []
+    forward = driver.core.worker._forward
+    capacity = len(forward._publisher.buffer)
+    publisher = _Publisher(capacity)
+    forward._publisher = publisher
+    forward._packer = InputPacker(capacity, 64, publisher.buffers, publisher.wait_for)
+    original = publisher.publish
+
+    def publish(step):
+        packed = original(step)
+        for start, end in step.sections():
+            assert packed[start:end].tolist() == step.buffer[start:end].tolist()
+        packs.append(len(step.buffer))
+        return packed
+
+    monkeypatch.setattr(publisher, "publish", publish)
+    ids = np.arange(300, dtype=np.int32).tobytes()  # a prompt longer than a round of the packed copy
+    request = NewRequest(99, ids, SamplingParams(temperature=0.0, max_tokens=8), [], 8, 0.0, hash_seed=1)
+    driver.core.handle(AddRequests([request], [None]))
+    driver.run()
+    assert max(packs) > 300 and min(packs) < 20

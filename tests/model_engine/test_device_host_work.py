@@ -11,8 +11,8 @@ from atom.model_engine.messages import AddRequests, NewRequest
 from atom.sampling_params import SamplingParams
 from tests.helpers.core_driver import CoreDriver
 
-# The copy to the device, the slice that the copy from it goes into, that copy, and two times numpy().
-OPERATIONS = ["copy_", "slice", "copy_", "detach", "detach"]
+# Of a step that repeats the one before: a slice, the copy of ids into it, and two times numpy().
+OPERATIONS = ["slice", "copy_", "detach", "detach"]
 
 
 class Operations(TorchDispatchMode):
@@ -51,15 +51,20 @@ def decoding(num_seqs, loop, max_tokens=64):
 
 @pytest.mark.parametrize("loop", ["plain", "overlapped"])
 def test_a_decode_step_makes_few_tensor_operations_however_many_sequences(loop):
-    found = {}
+    found, with_blocks = {}, {}
     for num_seqs in (1, 3, 32, 64):
         driver = decoding(num_seqs, loop)
-        for _ in range(3):  # every slot of the rings has its views by now
+        for _ in range(20):  # every slot of the rings has its views by now
             driver.core.step()
-        with Operations() as operations:
-            driver.core.step()
-        found[num_seqs] = operations.names
-    assert found == dict.fromkeys(found, OPERATIONS)
+        for _ in range(16):
+            with Operations() as operations:
+                driver.core.step()
+            last = driver.core.worker._forward._packer._last
+            (found if last.is_repeat else with_blocks)[num_seqs] = operations.names
+    assert found == dict.fromkeys(found, OPERATIONS) and len(found) == 4
+    for names in with_blocks.values():
+        assert names[-4:] == OPERATIONS and names[:-4] in (["copy_"], ["slice", "slice", "copy_"]), names
+    assert with_blocks.keys() == found.keys(), "new blocks are copied to the device, and nothing else differs"
 
 
 @pytest.mark.parametrize("loop", ["plain", "overlapped"])
@@ -124,7 +129,7 @@ def test_each_way_to_the_device_ships_all_that_a_step_reads(monkeypatch, backend
 
     monkeypatch.setenv("ATOM_H2D_BACKEND", backend)
     driver = decoding(3, "plain")
-    packs = []
+    packs, repeats = [], []
     forward = driver.core.worker._forward
     capacity = len(forward._publisher.buffer)
     publisher = _Publisher(capacity)
@@ -134,6 +139,11 @@ def test_each_way_to_the_device_ships_all_that_a_step_reads(monkeypatch, backend
 
     def publish(step):
         packed = original(step)
+        if step.is_repeat:
+            repeats.append(step)
+            n = step.running_bs
+            assert packed[: 2 * n].tolist() == step.buffer[: 2 * n].tolist()
+            return packed
         for start, end in step.sections():
             assert packed[start:end].tolist() == step.buffer[start:end].tolist()
         packs.append(len(step.buffer))
@@ -145,3 +155,4 @@ def test_each_way_to_the_device_ships_all_that_a_step_reads(monkeypatch, backend
     driver.core.handle(AddRequests([request], [None]))
     driver.run()
     assert max(packs) > 300 and min(packs) < 20
+    assert repeats, "most decode steps say nothing new"

@@ -330,3 +330,27 @@ def test_patches_of_a_decode_step_in_one_launch():
     patch_tables(buffer, ours._tables, packed.running_bs)
     assert torch.equal(ours._tables, theirs._tables)
     assert ours.block_tables[1][6, 2] == 53
+
+
+def test_a_decode_of_the_same_rows_is_the_step_before_again(fresh):
+    tables, packer = fresh()
+    seqs = [sequence(1, [1] * 9), sequence(4, [2] * 9)]
+    inputs = prepared(
+        tables, packer, batch(seqs, [0, 0], [7, 7], 2, [[(1, 0, 1), (1, 1, 3), (4, 0, 2), (4, 1, 5)]])
+    )
+    tables.advance(inputs.rows, inputs.context_lens, inputs.rows, torch.tensor([7, 8]))
+    rows, ones, places = [1, 4], [1, 1], []
+    for position, patches in ((7, []), (8, [(1, 2, 9), (4, 2, 6)]), (9, []), (10, [])):
+        step = batch(seqs, [position] * 2, ones, 0, [patches])
+        step.rows = rows
+        packed = packer.pack(step)
+        places.append((packed.is_repeat, packed.slot, packed.patch_counts))
+        buffer = torch.from_numpy(packed.buffer)
+        tables.apply(buffer, packed)
+        inputs = tables.derive(buffer, packed, position + 1)
+        assert inputs.positions.tolist() == [position] * 2
+        tables.advance(inputs.rows, inputs.context_lens, inputs.rows, torch.tensor([position, position]))
+    assert places == [(False, 1, [0]), (False, 2, [2]), (True, 2, [0]), (True, 2, [0])]
+    assert inputs.groups[0].slot_mapping.tolist() == [9 * BLOCK + 2, 6 * BLOCK + 2]
+    step = batch(seqs[:1], [11], [1], 0, [[]])
+    assert not packer.pack(step).is_repeat, "other rows"

@@ -11,7 +11,7 @@ token in a decode step, none in a prefill.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -39,6 +39,7 @@ class PackedStep:
     num_tokens: int  # without padding
     num_prefill_tokens: int
     patch_counts: list[int]  # per cache group
+    is_repeat: bool = False  # whether what a decode reads is what the step before this one shipped
 
     @property
     def patch_offset(self) -> int:
@@ -88,6 +89,7 @@ class InputPacker:
         self._next = 0
         # Lists of rows and query lengths, as objects, and the padding that each slot holds.
         self._packed: list[tuple[list[int] | None, list[int] | None, int]] = [_NOTHING] * len(self._ring)
+        self._last: PackedStep | None = None  # the last step, if it was a decode
 
     @staticmethod
     def capacity(max_num_seqs: int, max_num_tokens: int, max_blocks_per_seq: int, num_groups: int) -> int:
@@ -96,11 +98,18 @@ class InputPacker:
         return rows + header_size(num_groups) + max_num_tokens
 
     def pack(self, batch: ScheduledBatch, running_bs: int | None = None) -> PackedStep:
-        """Pack ``batch``, padded to ``running_bs`` sequences."""
-        slot, buffer = self._take_slot()
+        """Pack ``batch``, padded to ``running_bs`` sequences. A decode of the rows of the step before, without new
+        blocks, says nothing new: it is that step again.
+        """
         num_seqs = len(batch.rows)
         n = num_seqs if running_bs is None else running_bs
         num_prefill = batch.num_prefill_seqs
+        last = self._last
+        if last is not None and not num_prefill and last.running_bs == n and not any(batch.patches):
+            rows, lengths, _ = self._packed[last.slot]
+            if rows is batch.rows and lengths is batch.num_scheduled:
+                return self._repeat(last)
+        slot, buffer = self._take_slot()
         rows, lengths, kept_n = self._packed[slot]
         # A steady decode batch keeps its lists.
         if rows is not batch.rows or lengths is not batch.num_scheduled or kept_n != n:
@@ -124,14 +133,23 @@ class InputPacker:
             start, length = batch.starts[i], batch.num_scheduled[i]
             buffer[end : end + length] = _ids(batch.seqs[i], start, length)
             end += length
-        return PackedStep(
+        step = PackedStep(
             buffer[:end], slot, num_seqs, n, num_prefill, batch.num_tokens, end - first_id, counts
         )
+        self._last = None if num_prefill else step
+        return step
+
+    def _repeat(self, last: PackedStep) -> PackedStep:
+        if not last.is_repeat:
+            counts = [0] * len(last.patch_counts)
+            end = 3 * last.running_bs + header_size(len(counts))
+            self._last = replace(last, buffer=last.buffer[:end], patch_counts=counts, is_repeat=True)
+        return self._last
 
     def padding(self, running_bs: int, is_prefill: bool) -> PackedStep:
         """A step of nothing but padding, for recording."""
         slot, buffer = self._take_slot()
-        self._packed[slot] = _NOTHING
+        self._packed[slot], self._last = _NOTHING, None
         buffer[:running_bs] = self._trash_row
         buffer[running_bs : 2 * running_bs] = 0 if is_prefill else 1
         buffer[2 * running_bs : 3 * running_bs] = 0

@@ -50,6 +50,8 @@ class Publisher:
         host = self._host[step.slot]
         if self._device_buffer is None:
             return host
+        if step.is_repeat:
+            return self._device_buffer
         if self._is_packed:
             target, source = self._views_of(step.slot, -(-len(step.buffer) // _ROUND))
             target.copy_(source, non_blocking=True)

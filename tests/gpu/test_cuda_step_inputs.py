@@ -43,7 +43,11 @@ class Side:
     def inputs(self, batch, running_bs=None, running_tokens=None):
         step, packed = self.publish(batch, running_bs)
         self.tables.apply(packed, step)
-        return self.tables.derive(packed, step, PAGE * COLUMNS, running_tokens)
+        inputs = self.tables.derive(packed, step, PAGE * COLUMNS, running_tokens)
+        n = batch.num_seqs
+        rows, ids = inputs.rows[:n], torch.arange(n, device=inputs.rows.device)
+        self.tables.advance(rows, inputs.context_lens[:n], rows, ids)
+        return inputs
 
 
 def prefill(rng, num_seqs):

@@ -70,11 +70,14 @@ class ModelShape:
         flops = batch * (2 * (self.weights_per_token + self.head) + attention)
         return _longest(num_bytes, flops, ceilings)
 
+    def prefill_flops(self, batch: int, length: int) -> int:
+        """Operations of ``batch`` prompts of ``length`` tokens, and the first token of each."""
+        attention = 2 * self.num_heads * self.head_dim * self.num_layers * length * (length + 1)
+        return batch * (2 * length * self.weights_per_token + 2 * self.head + attention)
+
     def prefill_s(self, batch: int, length: int, ceilings: Ceilings) -> float:
         """``batch`` prompts of ``length`` tokens, and the first token of each."""
-        attention = 2 * self.num_heads * self.head_dim * self.num_layers * length * (length + 1)
-        flops = batch * (2 * length * self.weights_per_token + 2 * self.head + attention)
-        return _longest(self.weight_bytes(batch * length), flops, ceilings)
+        return _longest(self.weight_bytes(batch * length), self.prefill_flops(batch, length), ceilings)
 
     def bound_s(
         self, kind: str, batch: int, prompt_len: int, output_len: int, ceilings: Ceilings = H200

@@ -4,13 +4,16 @@
 
 Weights are random, of the models' real shapes, and each model's engine starts once. Each figure is printed beside
 the peer's, the targets and the share of the bound (``gpu_roofline``). Results are written after every workload, so a
-run that is cut short keeps what it has; ``--budget`` ends it in good time instead.
+run that is cut short keeps what it has; ``--budget`` ends it in good time instead. Of a prefill, the rate of its
+operations and the share of the measured matmul peak stand in the last column; with ``--gaps``, of a decode step the
+time for which the device does not compute: wall time less device events around the forward passes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -29,6 +32,7 @@ from atom.benchmarks.gpu_workloads import (
 )
 from atom.model_engine.arg_utils import EngineArgs
 from atom.model_engine.llm_engine import LLMEngine
+from atom.runtime.histogram import unflatten
 from atom.sampling_params import SamplingParams
 from atom.utils.cli_parser import FlexibleArgumentParser
 
@@ -77,6 +81,11 @@ class AtomEngine:
         params = SamplingParams(temperature=temperature, max_tokens=output_len, ignore_eos=True)
         answers = self._engine.generate(prompts, params, use_tqdm=False)
         return [answer["token_ids"] for answer in answers]
+
+    def device_seconds(self) -> float | None:
+        values = self._engine.get_metrics_statistics()
+        spans = [unflatten(name, values) for name in ("gpu_forward_seconds", "gpu_sample_seconds")]
+        return None if None in spans else sum(total for _, total in spans)
 
     def info(self) -> dict[str, Any]:
         import torch
@@ -141,7 +150,9 @@ def _write(record: dict[str, Any], out: Path | None) -> None:
 
 
 HEADER = (
-    "| model | workload | ATOM | vLLM | first | final | bound | share of bound | met |\n" + "|---" * 9 + "|"
+    "| model | workload | ATOM | vLLM | first | final | bound | share of bound | met | device |\n"
+    + "|---" * 10
+    + "|"
 )
 
 
@@ -149,7 +160,7 @@ def row(model: str, config: dict[str, Any], figures: Figures) -> str:
     """One line of the table. Shares are of the H200's measured ceilings."""
     head = f"| {model} | {figures.id} |"
     if figures.error:
-        return f"{head} {figures.error} |" + " |" * 6
+        return f"{head} {figures.error} |" + " |" * 7
     unit = "tok/s" if figures.kind == "throughput" else "ms"
     bound = ModelShape(config).bound_s(
         figures.kind, figures.concurrency, figures.prompt_len, figures.output_len, H200
@@ -160,7 +171,21 @@ def row(model: str, config: dict[str, Any], figures: Figures) -> str:
         bound_value = figures.concurrency * figures.output_len / bound
     numbers = [figures.value, *peers, bound_value]
     cells = " | ".join("" if number is None else _format(number, unit) for number in numbers)
-    return f"{head} {cells} | {bound / figures.seconds:.0%} | {verdict(figures, peers)} |"
+    share = f"{bound / figures.seconds:.0%}"
+    return f"{head} {cells} | {share} | {verdict(figures, peers)} | {device_facts(config, figures)} |"
+
+
+def device_facts(config: dict[str, Any], figures: Figures) -> str:
+    """How busy the device was: a prefill's operations a second, and their share of the matmul peak; a decode step's
+    gap. Empty where there is nothing to say.
+    """
+    if figures.kind == "prefill":
+        flops = ModelShape(config).prefill_flops(figures.concurrency, figures.prompt_len)
+        rate = flops / figures.seconds / 1e12
+        return f"{rate:.0f} TFLOP/s, {rate / H200.matmul_tflop_s:.0%} of peak"
+    if figures.gap_s is None:
+        return ""
+    return f"gap {figures.gap_s * 1e6:.1f} us, {figures.gap_s / figures.seconds:.1%}"
 
 
 def verdict(figures: Figures, peers: list[float | None]) -> str:
@@ -203,8 +228,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--budget", type=float, default=540.0, help="No workload starts after so many seconds."
     )
+    parser.add_argument(
+        "--gaps", action="store_true", help="Measure how long the device waits between decode steps."
+    )
     parser.add_argument("--json", type=Path, help="Write the results there, after every workload.")
     namespace = parser.parse_args(argv)
+    if namespace.gaps:
+        os.environ["ATOM_ENABLE_METRICS_DEVICE_TIMER"] = "1"  # the engine's process inherits it
     began = time.monotonic()
     try:
         spec, root = load_workloads(namespace.workloads)

@@ -56,6 +56,9 @@ class Engine(Protocol):
     def generate(self, prompts: list[list[int]], output_len: int, temperature: float) -> list[list[int]]:
         """Output ids of each prompt, exactly ``output_len`` of them."""
 
+    def device_seconds(self) -> float | None:
+        """Seconds for which the device has computed so far; None where nobody measures it."""
+
     def info(self) -> dict[str, Any]:
         """Versions and settings, for the record."""
 
@@ -73,6 +76,7 @@ class Figures(msgspec.Struct, omit_defaults=True):
     first_token_s: list[float] = []  # decode alone: the runs that are subtracted
     value: float = 0.0  # decode: ms a step; prefill: ms; throughput: output tokens a second
     seconds: float = 0.0  # what is compared with the bound: of a decode step, else of the run
+    gap_s: float | None = None  # decode alone: of a step, for which the device does not compute
     num_distinct_tokens: float = 0.0
     error: str = ""
 
@@ -101,15 +105,19 @@ def run_workload(engine: Engine, workload: Workload, vocab_size: int, seed: int)
     rng = random.Random(f"{seed}/{workload.id}")
     w = workload
     figures = Figures(w.id, w.kind, w.prompt_len, w.output_len, w.concurrency, w.temperature, [], [])
-    num_distinct = []
+    num_distinct, busy_s = [], []
     for number in range(w.warmup + w.repeats):
         prompts = [
             [rng.randrange(10, vocab_size - 1000) for _ in range(w.prompt_len)] for _ in range(w.concurrency)
         ]
+        device = engine.device_seconds()
         seconds, answers = _time(engine, prompts, w.output_len, w.temperature)
+        after = engine.device_seconds()
         first = _time(engine, prompts, 1, w.temperature)[0] if w.kind == "decode" else None
         if number < w.warmup:
             continue
+        if device is not None:
+            busy_s.append((after - device) - (engine.device_seconds() - after))
         figures.samples_s.append(seconds)
         if first is not None:
             figures.first_token_s.append(first)
@@ -118,6 +126,8 @@ def run_workload(engine: Engine, workload: Workload, vocab_size: int, seed: int)
     if w.kind == "decode":
         pairs = zip(figures.samples_s, figures.first_token_s, strict=True)
         figures.seconds = statistics.median((full - first) / (w.output_len - 1) for full, first in pairs)
+        if busy_s:
+            figures.gap_s = figures.seconds - statistics.median(busy_s) / (w.output_len - 1)
     else:
         figures.seconds = statistics.median(figures.samples_s)
     figures.value = figures.seconds * 1e3

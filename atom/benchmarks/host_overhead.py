@@ -4,8 +4,9 @@
 
 A worker that answers at once stands in for the model. A step is measured from scheduling to the moment its
 tokens are Python integers again in the front end: schedule, pack the input, commit, encode the message,
-send it through a Unix-domain socket, receive and decode it. Medians over many steps, one thread. Then the
-front end alone, see ``front_end``.
+send it through a Unix-domain socket, receive and decode it. Medians over many steps, one thread. The row "device" has
+the calls that a runner makes for a GPU in it, as far as they are not the driver's (``instant_device``). Then the front
+end alone, see ``front_end``.
 """
 
 import argparse
@@ -29,11 +30,16 @@ from atom.core import BatchOutput, ScheduledBatch
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.messages import AddRequests, FromEngine, NewRequest, StepOutput
 from atom.model_engine.runner.scripted_worker import ScriptedWorker
+from atom.model_engine.runner.worker import Worker
 from atom.model_engine.scheduling.prefix_hash import hash_prompt, mix_seed
 from atom.sampling_params import SamplingParams
 
 BATCH_SIZES = (1, 32, 256)
 BUDGET_US = {1: 60, 32: 80, 256: 150}  # docs/performance.md; twice that is an alarm
+# Loop, prefix cache, and whether the runner's work for a device is in it.
+ROWS = [(loop, cached, False) for loop in ("plain", "overlapped") for cached in (False, True)]
+ROWS.append(("overlapped", False, True))
+_NAME = 38  # columns
 PROMPT_TOKENS = 64
 BLOCK_SIZE = 16
 
@@ -51,6 +57,7 @@ class Result:
     prefix_cache: bool
     batch_size: int
     us_per_step: float
+    has_device: bool = False
 
 
 class Loopback:
@@ -82,8 +89,13 @@ class Loopback:
         self._folder.cleanup()
 
 
-def measure(loop: str, prefix_cache: bool, batch_size: int, num_steps: int) -> Result:
-    """Median microseconds of a steady decode step of ``batch_size`` requests."""
+def measure(
+    loop: str, prefix_cache: bool, batch_size: int, num_steps: int, has_device: bool = False
+) -> Result:
+    """Median microseconds of a steady decode step of ``batch_size`` requests.
+
+    ``has_device``: with what the runner does for a device (``instant_device``), the launches themselves left out.
+    """
     config = Config.build(
         "scripted",
         loop=loop,
@@ -96,7 +108,7 @@ def measure(loop: str, prefix_cache: bool, batch_size: int, num_steps: int) -> R
         prefix_hash_seed=1,
     )
     loopback = Loopback()
-    core = EngineCore(config, loopback.emit, worker=ConstantWorker(config))
+    core = EngineCore(config, loopback.emit, worker=_worker(config, has_device))
     core.start(lambda phase, fraction: None)
     core.handle(_requests(batch_size, prefix_cache, 2 * num_steps + 100))
     for _ in range(num_steps // 4 + 10):
@@ -116,7 +128,15 @@ def measure(loop: str, prefix_cache: bool, batch_size: int, num_steps: int) -> R
         )
     core.close()
     loopback.close()
-    return Result(loop, prefix_cache, batch_size, statistics.median(times) / 1e3)
+    return Result(loop, prefix_cache, batch_size, statistics.median(times) / 1e3, has_device)
+
+
+def _worker(config: Config, has_device: bool) -> Worker:
+    if not has_device:
+        return ConstantWorker(config)
+    from atom.benchmarks.instant_device import InstantRunner  # imports torch
+
+    return InstantRunner(config)
 
 
 def _requests(batch_size: int, prefix_cache: bool, max_tokens: int) -> AddRequests:
@@ -134,26 +154,25 @@ def _requests(batch_size: int, prefix_cache: bool, max_tokens: int) -> AddReques
 
 
 def run(num_steps: int, show_progress: bool) -> list[Result]:
-    cases = [
-        (loop, cached, size)
-        for loop in ("plain", "overlapped")
-        for cached in (False, True)
-        for size in BATCH_SIZES
-    ]
+    cases = [(*row, size) for row in ROWS for size in BATCH_SIZES]
     return [
-        measure(*case, num_steps) for case in tqdm(cases, desc="host overhead", disable=not show_progress)
+        measure(loop, cached, size, num_steps, has_device)
+        for loop, cached, has_device, size in tqdm(cases, desc="host overhead", disable=not show_progress)
     ]
 
 
 def format_table(results: list[Result]) -> str:
     """Microseconds a step, one row a loop and cache setting."""
-    lines = [f"{'us per decode step':<28}" + "".join(f"{f'{n} requests':>14}" for n in BATCH_SIZES)]
-    for loop in ("plain", "overlapped"):
-        for cached in (False, True):
-            row = {r.batch_size: r.us_per_step for r in results if (r.loop, r.prefix_cache) == (loop, cached)}
-            name = f"{loop}, prefix cache {'on' if cached else 'off'}"
-            lines.append(f"{name:<28}" + "".join(f"{row[n]:>14.1f}" for n in BATCH_SIZES))
-    lines.append(f"{'budget':<28}" + "".join(f"{BUDGET_US[n]:>14}" for n in BATCH_SIZES))
+    lines = [f"{'us per decode step':<{_NAME}}" + "".join(f"{f'{n} requests':>14}" for n in BATCH_SIZES)]
+    for loop, cached, has_device in ROWS:
+        row = {
+            r.batch_size: r.us_per_step
+            for r in results
+            if (r.loop, r.prefix_cache, r.has_device) == (loop, cached, has_device)
+        }
+        name = f"{loop}, prefix cache {'on' if cached else 'off'}{', device' if has_device else ''}"
+        lines.append(f"{name:<{_NAME}}" + "".join(f"{row[n]:>14.1f}" for n in BATCH_SIZES))
+    lines.append(f"{'budget':<{_NAME}}" + "".join(f"{BUDGET_US[n]:>14}" for n in BATCH_SIZES))
     return "\n".join(lines)
 
 
@@ -169,7 +188,9 @@ def main(argv: list[str] | None = None) -> int:
     print("\n" + front_end.format_table(streamed))
     if args.json:
         chosen = {
-            str(r.batch_size): r.us_per_step for r in results if r.loop == "overlapped" and r.prefix_cache
+            str(r.batch_size): r.us_per_step
+            for r in results
+            if r.loop == "overlapped" and r.prefix_cache and not r.has_device
         }
         told = {
             "us_per_step": chosen,

@@ -68,8 +68,8 @@ class InProcessClient(EngineClient):
         if core is None:
             time.sleep(min(timeout_s, 0.01))
         else:
-            if not (self._inbox or core.has_work or self._outbox):
-                self._wake.wait(timeout_s)
+            if not (self._inbox or core.has_work or self._outbox) and not self._wake.wait(timeout_s):
+                core.rest()
             self._wake.clear()
             while self._inbox:
                 core.handle(self._inbox.popleft())

@@ -198,9 +198,7 @@ class EngineCore:
         if self._page is not None:
             self._page.end_step(self._num_steps)
         self._is_unchecked = True
-        if not self.has_work:
-            self.rest()
-        elif self._num_steps % STEPS_A_GRAPH == 0:
+        if self._num_steps % STEPS_A_GRAPH == 0 and self.has_work:
             self.worker.record_next_graph()
         return did_work
 
@@ -263,8 +261,8 @@ class EngineCore:
             self._guides.drop_finished()
 
     def rest(self) -> None:
-        """What is done while there is no work: one more graph is recorded, and the books over the cache are
-        checked once after the last step.
+        """What is done once no work has come for a while: one more graph is recorded, and the books over the cache
+        are checked once after the last step. Not at once: the next request may be on its way, and would wait for it.
         """
         self.worker.record_next_graph()
         now = time.monotonic()

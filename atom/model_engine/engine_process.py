@@ -111,17 +111,18 @@ def run_loop(core, sockets: EngineSockets) -> None:
     wait_ms = IDLE_WAIT_MS
     while True:
         # Everything queued is taken before a step is scheduled: prompts sent together meet in one step.
-        for message in sockets.receive(wait_ms):
+        messages = sockets.receive(wait_ms)
+        for message in messages:
             stopping = stopping or isinstance(message, Shutdown)
             core.handle(message)
         agreement = core.coordinator.agree(core.has_work, stopping)
         if agreement.must_stop:
             return
-        wait_ms = IDLE_WAIT_MS
+        has_waited, wait_ms = wait_ms == IDLE_WAIT_MS and not messages, IDLE_WAIT_MS
         if core.has_work:
             did_work = agreement.may_schedule and core.step()
             wait_ms = 0 if did_work else BLOCKED_WAIT_MS
-        else:
+        elif has_waited:
             core.rest()
         core.push_metrics_if_due(time.monotonic())
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from atom.model_engine.runner.graph_recorder import GraphRecorder, RecordedBucke
 from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
 from atom.model_engine.runner.limits import scheduler_limits
 from atom.model_engine.runner.prompt_scores import PromptScores, score_prompts
+from atom.model_engine.runner.readback import Readback
 from atom.model_engine.runner.step_profiler import StepProfiler
 from atom.model_engine.runner.step_sizes import StepSizes, largest_chunk, measured_sizes
 from atom.model_engine.runner.warm_up import compile_decode_kernels, warm_up_batches
@@ -103,6 +105,7 @@ class ModelRunner(Worker):
         self.forward_vars: dict[str, torch.Tensor] = {}  # what a step's inputs lie in, at fixed addresses
         self._forward: ForwardPass | None = None
         self._recorder: GraphRecorder | None = None
+        self._readback: Readback | None = None
         self._remaining: Iterator[RecordedBucket] = iter(())  # still to be recorded, while serving
         self._profiler = StepProfiler(config, self.platform)
         self._timer = make_device_timer(self.device, "gpu_forward_seconds", "gpu_sample_seconds")
@@ -254,6 +257,7 @@ class ModelRunner(Worker):
             chunk_tokens=self._chunk_tokens,
             device=self.device,
             annotate=self._profiler.step,
+            time_model=partial(self._timer.start, "gpu_forward_seconds"),
         )
         self.forward_vars = self._forward.buffers()
         size = sum(buffer.nbytes for buffer in self.forward_vars.values())
@@ -333,6 +337,8 @@ class ModelRunner(Worker):
         self._vocab_size = min(size, self.hf_config.vocab_size)
         ops = sampler_cpu if self.device.type == "cpu" else reference_sampling
         self._sampler = Sampler(self.config.max_num_seqs, self._vocab_size, self.device, ops)
+        if self._readback is None:
+            self._readback = Readback(self.config.max_num_seqs, self.device)
 
     def scheduler_config(self) -> SchedulerConfig:
         is_cpu = self.platform.name == "cpu"
@@ -364,9 +370,7 @@ class ModelRunner(Worker):
         if fused is not None:
             head = self._head_work(batch, plan)
             fused.begin(head)
-        stop_timer = self._timer.start("gpu_forward_seconds")
         result = self._forward.run(batch, head)
-        stop_timer()
         handle = StepHandle(batch, result, plan)
         if fused is not None:
             fused.finish(head, result.hidden)
@@ -379,7 +383,8 @@ class ModelRunner(Worker):
 
     def _head_work(self, batch: ScheduledBatch, plan: SamplingPlan) -> HeadWork:
         """What a fused decoder may do at once: the best ids of the rows that sample, or their logits."""
-        rows = np.cumsum(batch.num_scheduled) - 1
+        is_uniform = batch.num_tokens == batch.num_seqs  # one token each
+        rows = np.arange(batch.num_seqs) if is_uniform else np.cumsum(batch.num_scheduled) - 1
         if plan.indices is not None:
             rows = rows[plan.indices]
         prefills = batch.seqs[: batch.num_prefill_seqs]
@@ -414,7 +419,7 @@ class ModelRunner(Worker):
         if head is None or not head.is_advanced:
             sampled_rows = rows if plan.index is None else rows[plan.index]
             tables.advance(rows, context_lens, sampled_rows, sampled.token_ids)
-        handle.sampled = sampled.to_host()
+        handle.sampled = self._readback.start(sampled, None if head is None else head.result_bytes)
         handle.logits = None  # the largest tensor of a step; the handle may wait for another one
 
     def wait(self, handle: StepHandle) -> BatchOutput:
@@ -547,7 +552,7 @@ class ModelRunner(Worker):
         if self._forward is not None:
             self._forward.clear_graphs()
         self._remaining, self.forward_vars = iter(()), {}
-        self.model = self._forward = self._sampler = self._recorder = None
+        self.model = self._forward = self._sampler = self._recorder = self._readback = None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -188,7 +188,13 @@ class FusedCudaDecoder(FusedDecoder):
         self._cos, self._sin = (room(*self._ropes[0].shape) for _ in range(2))
         self.hidden, self.logits = room(hidden_size), room(vocab)
         self._keys = room(dtype=torch.int64)
-        self.token_ids, self.is_finite = room(dtype=torch.int64), room(dtype=torch.bool)
+        self._results = torch.zeros(
+            9 * max_tokens, dtype=torch.uint8, device=device
+        )  # of one copy to the host
+        self.token_ids = self._results[: 8 * max_tokens].view(torch.int64)
+        self.is_finite = self._results[8 * max_tokens :].view(torch.bool)
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of both, by number of tokens
+        self._is_on_host = device.type == "cpu"
         self._flags = torch.tensor([1, vocab], dtype=torch.int32).to(device)
         self._wants_logits, self._num_valid_ids = True, vocab
         self._advance = advance
@@ -214,9 +220,13 @@ class FusedCudaDecoder(FusedDecoder):
         if self._wants_logits:
             head.logits = self.logits[:n]
             return
-        head.best_ids, head.is_finite = self.token_ids[:n], self.is_finite[:n]
-        if hidden.device.type == "cpu":  # nothing copies them on their way to the host
+        if n not in self._views:
+            self._views[n] = self.token_ids[:n], self.is_finite[:n]
+        head.best_ids, head.is_finite = self._views[n]
+        if self._is_on_host:  # nothing copies them on their way to the host
             head.best_ids, head.is_finite = head.best_ids.clone(), head.is_finite.clone()
+        else:
+            head.result_bytes = self._results
         head.is_advanced = self._is_advanced
 
     def takes(self, context: ForwardContext, num_tokens: int) -> bool:

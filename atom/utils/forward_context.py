@@ -4,7 +4,7 @@ A recorded graph takes no new arguments, so everything that changes from step to
 side channel. It never holds request state; attention layers read their group's metadata from it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -118,6 +118,9 @@ class HeadWork:
     is_done: bool = False  # the rest is the result
     best_ids: "torch.Tensor | None" = None  # [num_rows] int64
     is_finite: "torch.Tensor | None" = None  # [num_rows] bool, whether the best logit is
+    result_bytes: "torch.Tensor | None" = (
+        None  # [9 * m] uint8: m ids, then m flags, of which these are the first
+    )
     logits: "torch.Tensor | None" = None  # [num_rows, vocab_size]
     is_advanced: bool = False  # whether the step's tables hold the ids and lengths already
 
@@ -126,7 +129,8 @@ class HeadWork:
 class ForwardContext:
     """``attn_metadata`` and ``kv_cache_data`` are by layer name; the layers of a cache group share an entry.
 
-    ``tr_graph`` tells a model's recording unit to record its token graph, or to replay it.
+    ``tr_graph`` tells a model's recording unit to record its token graph, or to replay it. What it records begins
+    with ``prepare``, if there is one: launches that make the step's inputs, at the addresses that the unit is given.
     """
 
     no_compile_layers: dict[str, Any] = field(default_factory=dict)
@@ -136,6 +140,7 @@ class ForwardContext:
     dp_metadata: DPMetadata | None = None
     spec_decode_metadata: SpecDecodeMetadata | None = None
     tr_graph: Literal["record", "replay"] | None = None
+    prepare: Callable[[], object] | None = None
     head: HeadWork | None = None
 
 

@@ -286,8 +286,11 @@ def token_graph(per_phase: bool = False) -> Callable[[C], C]:
             if context.tr_graph == "replay":
                 return graphs.replay(num_rows, phase, *args, **kwargs)
             unit = weakref.ref(self)  # a recording that runs the module again must not keep it alive
+            prepare = context.prepare
 
             def run(*args: Any, **kwargs: Any) -> Any:
+                if prepare is not None:
+                    prepare()
                 return call(unit(), *args, **kwargs)
 
             return graphs.record(num_rows, phase, run, *args, **kwargs)

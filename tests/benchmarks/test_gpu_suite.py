@@ -22,12 +22,18 @@ DECODE = Workload("decode_b2", "decode", 4, 3, 2, 0.0, 1, 2, "all")
 class Recorder:
     """An engine that answers at once and remembers what it was asked."""
 
-    def __init__(self, missing=0):
+    def __init__(self, missing=0, device_s=None):
         self.calls = []
         self.missing = missing
+        self.device_s = device_s  # of a token
+        self.busy_s = 0.0
+
+    def device_seconds(self):
+        return None if self.device_s is None else self.busy_s
 
     def generate(self, prompts, output_len, temperature):
         self.calls.append((prompts, output_len, temperature))
+        self.busy_s += output_len * (self.device_s or 0.0)
         return [[7] * (output_len - self.missing) for _ in prompts]
 
 
@@ -65,6 +71,21 @@ def test_a_decode_step_is_the_difference_of_two_runs():
     assert all(10 <= token < 1048 for prompt in prompts[0] for token in prompt)
 
 
+def test_a_gap_is_what_the_device_does_not_take_of_a_step():
+    figures = run_workload(Recorder(device_s=2.0), DECODE, 2048, seed=0)
+    assert figures.gap_s == pytest.approx(figures.seconds - 2.0)
+    assert run_workload(Recorder(), DECODE, 2048, seed=0).gap_s is None
+    figures = Figures("decode_b1", "decode", 128, 256, 1, 0.0, seconds=0.5e-3, gap_s=8e-6)
+    assert gpu_suite.device_facts(config_of("qwen3-0.6b"), figures) == "gap 8.0 us, 1.6%"
+
+
+def test_a_prefill_is_printed_with_its_share_of_the_matmul_peak():
+    config = config_of("llama-3.1-8b")
+    bound = ModelShape(config).bound_s("prefill", 16, 1024, 1, H200)
+    figures = Figures("prefill_16x1024", "prefill", 1024, 1, 16, 0.0, value=2e3 * bound, seconds=2 * bound)
+    assert gpu_suite.row("llama-3.1-8b", config, figures).endswith("| 376 TFLOP/s, 50% of peak |")
+
+
 def test_answers_of_another_length_are_no_result():
     with pytest.raises(RuntimeError, match="wanted 2 answers of 3 tokens, got"):
         run_workload(Recorder(missing=1), DECODE, 2048, seed=0)
@@ -76,7 +97,7 @@ def test_answers_of_another_length_are_no_result():
 def test_the_table_says_how_far_a_figure_gets(milliseconds, reached):
     figures = Figures("decode_b1", "decode", 128, 256, 1, 0.0, value=milliseconds, seconds=milliseconds / 1e3)
     line = gpu_suite.row("qwen3-0.6b", config_of("qwen3-0.6b"), figures)
-    assert line.endswith(f"| {reached} |")
+    assert line.endswith(f"| {reached} |  |")
     assert line.count("|") == gpu_suite.HEADER.splitlines()[0].count("|")
     assert f"| {0.2754 / milliseconds:.0%} |" in line
 

@@ -13,7 +13,14 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from atom.kernels.triton import decode_attention, elementwise, kv_cache, rotary_cache, varlen_attention
+from atom.kernels.triton import (
+    decode_attention,
+    elementwise,
+    kv_cache,
+    rotary_cache,
+    step_inputs,
+    varlen_attention,
+)
 
 D = sys.argv[1]
 HALF, I32, I64, F32 = "*" + D, "i32", "i64", "fp32"
@@ -132,8 +139,8 @@ CASES = {
     "plan": (
         varlen_attention._plan,
         dict(cu_seqlens_q="*i32", context_lens="*i32", tiles="*i32", num_seqs=I32, bound=I32),
-        dict(TILE=32, LANES=varlen_attention.PLAN_LANES, SEQS=16),
-        dict(num_warps=4),
+        dict(TILE=32, LANES=varlen_attention.PLAN_LANES, SEQS=varlen_attention.PLAN_SEQS, WIDE=256),
+        dict(num_warps=8),
     ),
     "rotate_and_write": (
         rotary_cache._rotate_and_write,
@@ -195,6 +202,28 @@ if D == "bf16":
     )
     CASES["varlen_gemma"] = varlen(256, KV_HEADS=1, WINDOW=512)
     CASES["varlen_fp8"] = varlen(128, fp8=True)
+    tables = dict(packed="*i32", tables="*i32", n=I32, group_stride=I32, table_stride=I32)
+    CASES["patch_tables"] = (
+        step_inputs._patch_tables,
+        tables,
+        dict(GROUPS=2, WIDTH=step_inputs.PATCHES),
+        dict(num_warps=4),
+    )
+    CASES["prepare_tokens"] = (
+        step_inputs._prepare_tokens,
+        tables
+        | dict.fromkeys(("computed", "cu_seqlens", "context_lens"), "*i32")
+        | dict.fromkeys(("last_token", "rows", "input_ids", "positions", "slots"), "*i64")
+        | dict.fromkeys(("num_tokens", "slot_stride", "trash_row"), I32),
+        dict(
+            GROUPS=2,
+            PAGE=16,
+            BLOCK=step_inputs.TOKENS,
+            WIDTH=step_inputs.SEQS,
+            PATCH_WIDTH=step_inputs.PATCHES,
+        ),
+        dict(num_warps=4),
+    )
 tool = os.path.join(os.path.dirname(triton.backends.nvidia.__file__), "bin", "cuobjdump")
 found = {}
 for name, (kernel, types, constants, options) in CASES.items():

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from atom.core import ScheduledBatch, Sequence
+from atom.kernels.triton.step_inputs import patch_tables
 from atom.model_engine.runner.device_tables import DeviceTables
 from atom.model_engine.runner.host_tables import HostTables
 from atom.model_engine.runner.input_packer import RING_SIZE, InputPacker
@@ -202,9 +203,9 @@ def test_a_slot_is_waited_for_before_it_is_written():
 def test_sections_cover_the_buffer_without_what_nobody_reads():
     packer = InputPacker(InputPacker.capacity(8, 64, 16, 1))
     step = packer.pack(batch([sequence(0, [1, 2])], [0], [2], 1, [[(0, 0, 3)]]))
-    assert step.sections() == [(0, 1), (1, 2), (2, 3), (3, 6), (6, 8)]
+    assert step.sections() == [(0, 1), (1, 2), (2, 3), (3, 9), (9, 11)]
     step = packer.pack(batch([sequence(0, [1, 2])], [2], [1], 0, [[]]))
-    assert step.sections() == [(0, 1), (1, 2)]
+    assert step.sections() == [(0, 1), (1, 2), (3, 6)]
 
 
 def test_one_launch_prepares_what_the_tensor_operations_derive():
@@ -225,3 +226,131 @@ def test_one_launch_prepares_what_the_tensor_operations_derive():
         for ours, theirs in zip(launched.tensors(), derived.tensors(), strict=True):
             assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
         assert launched.has_table_rows and derived.has_table_rows
+
+
+def filled_tables(num_groups, seed):
+    """Tables of 8 rows of which each is somewhere in the middle of its answer."""
+    tables = DeviceTables(8, 16, num_groups, BLOCK, torch.device("cpu"))
+    random = torch.Generator().manual_seed(seed)
+    tables.computed[:8] = torch.randint(1, 60, (8,), generator=random, dtype=torch.int32)
+    tables.last_token[:8] = torch.randint(1, 1000, (8,), generator=random)
+    for table in tables.block_tables:
+        table.copy_(torch.randint(1, 50, table.shape, generator=random))
+    return tables
+
+
+def patches_of(seqs, num_groups, first=60):
+    return [
+        [(seq.row, column, first + column) for seq in seqs for column in (0, 3)] for _ in range(num_groups)
+    ]
+
+
+@pytest.mark.parametrize(
+    "starts, lengths, num_prefill, running_bs, running_tokens, num_groups",
+    [
+        ([0], [5], 1, None, None, 1),
+        ([0, 8, 4], [9, 1, 30], 3, None, None, 2),
+        ([0, 8, 4], [9, 1, 30], 3, 5, 48, 2),
+        ([0, 0], [16, 16], 2, 2, 32, 1),
+        ([3, 7, 0, 0], [20, 1, 1, 1], 1, 6, 40, 1),  # decodes behind a prompt: their starts are on the device
+    ],
+    ids=["one", "groups", "padded", "full bucket", "mixed"],
+)
+def test_one_launch_prepares_a_step_with_prompts(
+    starts, lengths, num_prefill, running_bs, running_tokens, num_groups
+):
+    seqs = [sequence(row, list(range(10 * row, 10 * row + 40))) for row in (3, 0, 5, 7)][: len(starts)]
+    patches = patches_of(seqs, num_groups)
+    patches[-1].pop()
+    step = batch(seqs, starts, lengths, num_prefill, patches)
+    ours, theirs = filled_tables(num_groups, 0), filled_tables(num_groups, 0)
+    packer = InputPacker(InputPacker.capacity(8, 64, 16, num_groups), ours.trash_row, num_groups=num_groups)
+    derived = prepared(theirs, packer, step, running_bs, running_tokens)
+    packed = packer.pack(step, running_bs)
+    room = ours.new_inputs(packed.running_bs, running_tokens or packed.num_tokens)
+    launched = ours.prepare(torch.from_numpy(packed.buffer), room)
+    for found, wanted in zip(launched.tensors(), derived.tensors(), strict=True):
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+    for found, wanted in zip(ours.block_tables, theirs.block_tables, strict=True):
+        assert torch.equal(found, wanted)
+    assert launched.has_table_rows and derived.has_table_rows
+
+
+def test_a_launch_that_was_recorded_serves_the_next_step():
+    """Another number of prompts, patches and tokens behind the same addresses and sizes."""
+    ours, theirs = filled_tables(2, 1), filled_tables(2, 1)
+    packer = InputPacker(InputPacker.capacity(8, 64, 16, 2), ours.trash_row, num_groups=2)
+    buffer = torch.zeros(InputPacker.capacity(8, 64, 16, 2), dtype=torch.int32)
+    room = ours.new_inputs(4, 50)
+    rehearsed = packer.padding(4, is_prefill=True)
+    buffer[: len(rehearsed.buffer)] = torch.from_numpy(rehearsed.buffer)
+    ours.prepare(buffer, room)
+    assert room.rows.tolist() == [ours.trash_row] * 4 and room.context_lens.tolist() == [0] * 4
+    assert all(group.slot_mapping.eq(-1).all() for group in room.groups)
+    for seed, rows in enumerate([(1, 2, 6), (4,)]):
+        seqs = [sequence(row, list(range(row, row + 20))) for row in rows]
+        step = batch(
+            seqs, [4 * seed] * len(seqs), [13] * len(seqs), len(seqs), patches_of(seqs, 2, 70 + seed)
+        )
+        derived = prepared(theirs, packer, step, 4, 50)
+        packed = packer.pack(step, 4)
+        buffer[: len(packed.buffer)] = torch.from_numpy(packed.buffer)
+        ours.prepare(buffer, room)
+        for found, wanted in zip(room.tensors(), derived.tensors(), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_more_sequences_and_patches_than_a_launch_looks_at_in_one_go():
+    num_rows, columns = 70, 10
+    tables = [DeviceTables(num_rows, columns, 1, BLOCK, torch.device("cpu")) for _ in range(2)]
+    capacity = InputPacker.capacity(num_rows, 1024, columns, 1)
+    packer = InputPacker(capacity, num_rows)
+    seqs = [sequence(row, list(range(row, row + 9))) for row in range(num_rows)]
+    lengths = [1 + row % 9 for row in range(num_rows)]
+    patches = [
+        [(row, column, row * columns + column) for row in range(num_rows) for column in range(columns)]
+    ]
+    step = batch(seqs, [0] * num_rows, lengths, num_rows, patches)
+    derived = prepared(tables[0], packer, step)
+    packed = packer.pack(step)
+    room = tables[1].new_inputs(num_rows, sum(lengths))
+    tables[1].prepare(torch.from_numpy(packed.buffer), room)
+    for found, wanted in zip(room.tensors(), derived.tensors(), strict=True):
+        assert torch.equal(found, wanted)
+    assert torch.equal(tables[0].block_tables[0], tables[1].block_tables[0])
+
+
+def test_patches_of_a_decode_step_in_one_launch():
+    ours, theirs = filled_tables(2, 2), filled_tables(2, 2)
+    packer = InputPacker(InputPacker.capacity(8, 64, 16, 2), ours.trash_row, num_groups=2)
+    seqs = [sequence(row, [1]) for row in (2, 6)]
+    packed = packer.pack(batch(seqs, [8, 9], [1, 1], 0, [[(2, 2, 51)], [(2, 2, 52), (6, 2, 53)]]), 4)
+    buffer = torch.from_numpy(packed.buffer)
+    theirs.apply(buffer, packed)
+    patch_tables(buffer, ours._tables, packed.running_bs)
+    assert torch.equal(ours._tables, theirs._tables)
+    assert ours.block_tables[1][6, 2] == 53
+
+
+def test_a_decode_of_the_same_rows_is_the_step_before_again(fresh):
+    tables, packer = fresh()
+    seqs = [sequence(1, [1] * 9), sequence(4, [2] * 9)]
+    inputs = prepared(
+        tables, packer, batch(seqs, [0, 0], [7, 7], 2, [[(1, 0, 1), (1, 1, 3), (4, 0, 2), (4, 1, 5)]])
+    )
+    tables.advance(inputs.rows, inputs.context_lens, inputs.rows, torch.tensor([7, 8]))
+    rows, ones, places = [1, 4], [1, 1], []
+    for position, patches in ((7, []), (8, [(1, 2, 9), (4, 2, 6)]), (9, []), (10, [])):
+        step = batch(seqs, [position] * 2, ones, 0, [patches])
+        step.rows = rows
+        packed = packer.pack(step)
+        places.append((packed.is_repeat, packed.slot, packed.patch_counts))
+        buffer = torch.from_numpy(packed.buffer)
+        tables.apply(buffer, packed)
+        inputs = tables.derive(buffer, packed, position + 1)
+        assert inputs.positions.tolist() == [position] * 2
+        tables.advance(inputs.rows, inputs.context_lens, inputs.rows, torch.tensor([position, position]))
+    assert places == [(False, 1, [0]), (False, 2, [2]), (True, 2, [0]), (True, 2, [0])]
+    assert inputs.groups[0].slot_mapping.tolist() == [9 * BLOCK + 2, 6 * BLOCK + 2]
+    step = batch(seqs[:1], [11], [1], 0, [[]])
+    assert not packer.pack(step).is_repeat, "other rows"

@@ -180,3 +180,50 @@ def test_a_core_is_gone_with_its_last_reference(loop):
         assert core() is None
     finally:
         gc.enable()
+
+
+def test_the_engine_rests_only_after_a_wait_in_which_nothing_came():
+    """What rests do would keep the request waiting that follows another at once."""
+    from types import SimpleNamespace
+
+    from atom.model_engine.engine_process import IDLE_WAIT_MS, run_loop
+    from atom.model_engine.messages import Shutdown
+    from atom.model_engine.step_coordinator import NullCoordinator
+
+    events = []
+    arrivals = iter([["request"], [], [], ["request"], [], [], [], [Shutdown()]])
+
+    def receive(wait_ms):
+        events.append(wait_ms)
+        return next(arrivals)
+
+    def step():
+        core.has_work = False
+        events.append("step")
+        return True
+
+    core = SimpleNamespace(
+        has_work=False,
+        coordinator=NullCoordinator(),
+        handle=lambda message: setattr(core, "has_work", message == "request"),
+        step=step,
+        rest=lambda: events.append("rest"),
+        push_metrics_if_due=lambda now: None,
+    )
+    run_loop(core, SimpleNamespace(receive=receive))
+    busy = [
+        IDLE_WAIT_MS,
+        "step",
+        0,
+    ]  # a request comes, and afterwards it is looked for the next without waiting
+    assert events == [
+        *busy,
+        IDLE_WAIT_MS,
+        "rest",
+        *busy,
+        IDLE_WAIT_MS,
+        "rest",
+        IDLE_WAIT_MS,
+        "rest",
+        IDLE_WAIT_MS,
+    ]

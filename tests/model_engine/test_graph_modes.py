@@ -6,9 +6,12 @@ import weakref
 import pytest
 import torch
 
+from atom.benchmarks.instant_device import _Publisher
 from atom.config import Config, CUDAGraphMode
 from atom.errors import ConfigError
 from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.runner import forward_pass
+from atom.model_engine.runner.device_tables import DeviceTables
 from atom.model_engine.runner.forward_pass import ForwardPass
 from atom.sampling_params import SamplingParams
 from tests.helpers.core_driver import run_to_the_end
@@ -161,3 +164,31 @@ def test_the_runner_tells_its_graphs_and_fixed_buffers(folders):
     }  # fmt: skip
     addresses = {name: buffer.data_ptr() for name, buffer in worker._forward.buffers().items()}
     assert addresses == {name: buffer.data_ptr() for name, buffer in worker.forward_vars.items()}
+
+
+@pytest.mark.parametrize(
+    "family, mode", [("gemma3", "FULL"), ("qwen3", "FULL"), ("llama", "TR_HYBRID"), ("llama", "NONE")]
+)
+def test_launches_in_place_of_tensor_operations_change_nothing(folders, family, mode, monkeypatch):
+    """As on a device: one buffer at a fixed address, and inputs of prefills made inside their recordings."""
+    expected = run(folders[family], "NONE").tokens
+    made = []
+
+    def device_tables(*sizes):
+        tables = DeviceTables(*sizes, torch.device("cpu"))
+        tables._prepares = True
+        made.append(tables)
+        return tables
+
+    prepare, launched = DeviceTables.prepare, []
+
+    def counted(self, packed, inputs):
+        launched.append(len(inputs.input_ids))
+        return prepare(self, packed, inputs)
+
+    monkeypatch.setenv("ATOM_TOKEN_GRAPH_SIZES", "16,32")
+    monkeypatch.setattr(forward_pass, "HostTables", device_tables)
+    monkeypatch.setattr(forward_pass, "Publisher", lambda capacity, device: _Publisher(capacity))
+    monkeypatch.setattr(DeviceTables, "prepare", counted)
+    assert run(folders[family], mode, num_kvcache_blocks=64).tokens == expected
+    assert made and launched

@@ -263,6 +263,23 @@ def test_the_mark_stands_above_a_decorator_that_replaces_call(tape):
     assert call(unit, x, tr_graph="replay", shift=1.0)[0, 0] == 4
 
 
+def test_a_recording_begins_with_what_prepares_its_inputs():
+    unit, source = Unit(), torch.full((3, WIDTH), 0.5)
+    x, y = inputs(3)
+
+    def prepare():
+        x.copy_(source)
+
+    facts = context(tr_graph="record")
+    facts.prepare = prepare
+    with set_forward_context(facts):
+        unit(x, y)
+    for value in (0.25, 2.0):
+        source.fill_(value)
+        replayed = call(unit, x, y, tr_graph="replay")  # nothing is prepared for it
+        torch.testing.assert_close(replayed, call(unit, torch.full_like(x, value), y))
+
+
 def test_the_mark_needs_parentheses_and_a_tensor():
     with pytest.raises(TypeError, match="parentheses"):
         token_graph(Unit)

@@ -19,6 +19,7 @@ from atom.kernels.triton.attention_parts import LOG2_E, NEVER, load_pages, take_
 
 MAX_PAGED_KEYS = 64  # of a tile: addresses of pages take registers that addresses in a row do not
 PLAN_LANES = 128  # tiles that a program of the plan places
+PLAN_SEQS = 32  # sequences that it looks through at a time
 
 
 class TileShape(NamedTuple):
@@ -45,14 +46,22 @@ def _plan(
     TILE: tl.constexpr,
     LANES: tl.constexpr,
     SEQS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
+    # A recorded step has room for many sequences, and few of them have tokens: the rest is not looked through.
+    end = tl.load(cu_seqlens_q + num_seqs)
+    num_live = 0
+    for at in range(0, num_seqs, WIDE):
+        seq = at + tl.arange(0, WIDE)
+        first = tl.load(cu_seqlens_q + seq, mask=seq < num_seqs, other=0x7FFFFFFF)
+        num_live += tl.sum((first < end).to(tl.int32), 0)
     number = tl.program_id(0) * LANES + tl.arange(0, LANES)
     lane_seq = tl.zeros((LANES,), tl.int32)
     before = tl.zeros((LANES,), tl.int32)  # tiles of the sequences before the lane's
     total = 0
-    for at in range(0, num_seqs, SEQS):
+    for at in range(0, num_live, SEQS):
         seq = at + tl.arange(0, SEQS)
-        is_seq = seq < num_seqs
+        is_seq = seq < num_live
         first = tl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
         count = (tl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - first + TILE - 1) // TILE
         running = total + tl.cumsum(count, 0)
@@ -67,9 +76,9 @@ def _plan(
     cost = tl.maximum(tl.load(context_lens + lane_seq) - query_len, 0) + (local + 1) * TILE
     # A tile's place: how many have more keys, and of those with as many how many belong to sequences before it.
     place = tl.zeros((LANES,), tl.int32)
-    for at in range(0, num_seqs, SEQS):
+    for at in range(0, num_live, SEQS):
         seq = at + tl.arange(0, SEQS)
-        is_seq = seq < num_seqs
+        is_seq = seq < num_live
         first = tl.load(cu_seqlens_q + seq, mask=is_seq, other=0)
         length = tl.load(cu_seqlens_q + seq + 1, mask=is_seq, other=0) - first
         count = (length + TILE - 1) // TILE
@@ -81,7 +90,7 @@ def _plan(
         place += tl.sum(count[None, :] - num_less, 1)
         is_equal = (rest > 0) & (rest % TILE == 0) & (rest // TILE <= count[None, :])
         place += tl.sum((is_equal & (seq[None, :] < lane_seq[:, None])).to(tl.int32), 1)
-    padding = tl.load(cu_seqlens_q + num_seqs) + (number - total) * TILE
+    padding = end + (number - total) * TILE
     target = tiles + tl.where(is_tile, place, number) * 8
     is_entry = number < bound
     tl.store(target, tl.where(is_tile, lane_seq, -1), mask=is_entry)
@@ -276,8 +285,9 @@ def plan_tiles(
         bound,
         TILE=tile_tokens,
         LANES=PLAN_LANES,
-        SEQS=16,
-        num_warps=4,
+        SEQS=PLAN_SEQS,
+        WIDE=256,
+        num_warps=8,
     )
     return tiles
 

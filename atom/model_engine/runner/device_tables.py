@@ -30,6 +30,7 @@ class StepInputs:
     context_lens: torch.Tensor  # [num_seqs] int32
     groups: list[GroupInputs]
     has_table_rows: bool = False  # whether block tables are of all rows, to be read at ``rows``
+    slots: torch.Tensor | None = None  # [groups, num_tokens] where the groups' slots are rows of one tensor
 
     def tensors(self) -> list[torch.Tensor]:
         """What changes from step to step."""
@@ -61,7 +62,9 @@ class DeviceTables:
         self.block_size = block_size
         self.trash_row = num_rows
         self.device = device
-        self._prepares = device.type == "cuda"
+        self._prepares = (
+            device.type == "cuda"
+        )  # whether kernels of our own take the place of tensor operations
         self._tables = torch.zeros((num_groups, num_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self.block_tables = list(self._tables.unbind())
         self.computed = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
@@ -73,8 +76,14 @@ class DeviceTables:
         Args:
             packed: the step's buffer on the device, at least ``[used]`` int32.
         """
+        if self._prepares:
+            if not step.num_prefill_seqs and any(step.patch_counts):
+                from atom.kernels.triton.step_inputs import patch_tables
+
+                patch_tables(packed, self._tables, step.running_bs)
+            return  # of a step with prompts, :meth:`prepare` does it
         offset = step.patch_offset
-        for table, count in zip(self.block_tables, step.patch_counts, strict=False):  # none: no patches
+        for table, count in zip(self.block_tables, step.patch_counts, strict=True):
             if count:
                 patches = packed[offset : offset + 3 * count].view(count, 3)
                 index = patches[:, :2].long()
@@ -97,7 +106,9 @@ class DeviceTables:
             running_tokens: rows of the forward pass with padding; None: no padding.
         """
         n, num_tokens = step.running_bs, running_tokens or step.num_tokens
-        if self._prepares and not step.num_prefill_seqs and num_tokens == n:
+        if self._prepares and step.num_prefill_seqs:
+            return self.prepare(packed, self.new_inputs(n, num_tokens))
+        if self._prepares and num_tokens == n:
             return self._prepare(packed, n, running_tokens is not None)
         rows = packed[:n].long()
         query_lens = packed[n : 2 * n]
@@ -133,6 +144,45 @@ class DeviceTables:
                 slots = torch.where(is_live, slots, -1)
             groups.append(GroupInputs(table, slots))
         return StepInputs(rows, input_ids, positions, cu_seqlens_q, context_lens, groups, has_table_rows=True)
+
+    def prepares(self, step: PackedStep) -> bool:
+        """Whether :meth:`prepare` makes the inputs of such a step, which a recorded graph may then do itself."""
+        return self._prepares and step.num_prefill_seqs > 0
+
+    def new_inputs(self, n: int, num_tokens: int) -> StepInputs:
+        """Room for the inputs of ``n`` sequences and ``num_tokens`` tokens, of undefined content."""
+        whole, device = torch.int64, self.device
+        even = num_tokens + num_tokens % 2  # every row begins at 16 bytes: kernels are compiled for that
+        slots = torch.empty((len(self._tables), even), dtype=whole, device=device)[:, :num_tokens]
+        return StepInputs(
+            torch.empty(n, dtype=whole, device=device),
+            torch.empty(num_tokens, dtype=whole, device=device),
+            torch.empty(num_tokens, dtype=whole, device=device),
+            torch.empty(n + 1, dtype=torch.int32, device=device),
+            torch.empty(n, dtype=torch.int32, device=device),
+            [GroupInputs(table, row) for table, row in zip(self.block_tables, slots.unbind(), strict=True)],
+            has_table_rows=True,
+            slots=slots,
+        )
+
+    def prepare(self, packed: torch.Tensor, inputs: StepInputs) -> StepInputs:
+        """Apply a step's patches and fill ``inputs`` (of :meth:`new_inputs`), in one launch. All that depends on the
+        step is read from ``packed``, so that a recorded launch serves every step of those sizes. Returns ``inputs``.
+        """
+        from atom.kernels.triton.step_inputs import prepare_tokens
+
+        i = inputs
+        outputs = (i.rows, i.input_ids, i.positions, i.cu_seqlens_q, i.context_lens, i.slots)
+        prepare_tokens(
+            packed,
+            self.computed,
+            self.last_token,
+            self._tables,
+            outputs,
+            self.trash_row,
+            self.block_size,
+        )
+        return inputs
 
     def _prepare(self, packed: torch.Tensor, n: int, is_padded: bool) -> StepInputs:
         """What :meth:`derive` gives for a step of one token a sequence, in one launch."""

@@ -67,6 +67,7 @@ class ForwardPass:
         layers: attention layers by name, in the order of their caches.
         chunk_tokens: the most tokens of a step; ``max_blocks`` alike of a sequence's table.
         annotate: names a step in traces, see ``StepProfiler.step``.
+        time_model: begins to time what the device computes, and returns what ends that (``DeviceTimer.start``).
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class ForwardPass:
         chunk_tokens: int,
         device: torch.device,
         annotate: Callable[..., AbstractContextManager[Any]],
+        time_model: Callable[[], Callable[[], None]],
     ):
         self.model = model
         self.layers = model.attention_layers()
         self.device = device
         self._annotate = annotate
+        self._time_model = time_model
         self.max_num_seqs = max_num_seqs
         self.graphs = GraphTables(enforce_eager=True)  # what may be replayed; the recorder replaces it
         self.req_graph = req_graph
@@ -100,9 +103,10 @@ class ForwardPass:
         capacity = InputPacker.capacity(max_num_seqs, chunk_tokens, max_blocks, len(groups))
         self._publisher = Publisher(capacity, device)
         self._packer = InputPacker(
-            capacity, self.tables.trash_row, self._publisher.buffers, self._publisher.wait_for
+            capacity, self.tables.trash_row, self._publisher.buffers, self._publisher.wait_for, len(groups)
         )
         self._static: dict[tuple[int, bool], StepInputs] = {}  # of token buckets, by (tokens, is prefill)
+        self._results: dict[tuple[int, int], tuple[_Outputs, ForwardResult]] = {}  # by bucket and sequences
         self._live: _LiveStep | None = None
 
     @property
@@ -129,21 +133,45 @@ class ForwardPass:
             if not self.before_replay(kind, size):
                 mode = ForwardMode("eager", batch.num_seqs, batch.num_tokens)
         step = self._packer.pack(batch, mode.running_bs)
+        self._begin(step, mode, *self._lengths(batch, mode), head)
+        with self._annotate(batch, padded_bs=mode.running_bs, is_graph=mode.kind != "eager"):
+            stop_timer = self._time_model()
+            if mode.kind == "request":
+                outputs = self.req_graph.replay(request_bucket(mode.running_bs, 1))
+            elif mode.kind == "token":
+                outputs = self._run_bucket()
+            else:
+                outputs = self._forward()
+            stop_timer()
+        return self._result(outputs, batch, mode)
+
+    def _lengths(self, batch: ScheduledBatch, mode: ForwardMode) -> tuple[list[int], list[int]]:
+        """Query and context lengths for the host's part of attention, padded decode sequences included.
+
+        A decode step that a device graph holds whole has no such part.
+        """
+        if mode.kind == "request" and self.device.type != "cpu":
+            return [], []
         query_lens = batch.num_scheduled
         context_lens = [start + n for start, n in zip(batch.starts, query_lens, strict=True)]
         if mode.running_bs > batch.num_seqs and not batch.num_prefill_seqs:
             padding = mode.running_bs - batch.num_seqs
             query_lens, context_lens = query_lens + [1] * padding, context_lens + [0] * padding
-        self._begin(step, mode, query_lens, context_lens, head)
-        with self._annotate(batch, padded_bs=mode.running_bs, is_graph=mode.kind != "eager"):
-            if mode.kind == "request":
-                hidden, rows, lens, cu_seqlens_q = self.req_graph.replay(request_bucket(mode.running_bs, 1))
-            elif mode.kind == "token":
-                hidden, rows, lens, cu_seqlens_q = self._run_bucket()
-            else:
-                hidden, rows, lens, cu_seqlens_q = self._forward()
+        return query_lens, context_lens
+
+    def _result(self, outputs: _Outputs, batch: ScheduledBatch, mode: ForwardMode) -> ForwardResult:
+        """The step's outputs without padding. Those of a recorded decode step lie where they lay: kept."""
         n = batch.num_seqs
-        return ForwardResult(hidden[: batch.num_tokens], rows[:n], lens[:n], cu_seqlens_q[: n + 1])
+        key = mode.running_bs, n
+        if mode.kind == "request":
+            kept = self._results.get(key)
+            if kept is not None and kept[0] is outputs:
+                return kept[1]
+        hidden, rows, lens, cu_seqlens_q = outputs
+        result = ForwardResult(hidden[: batch.num_tokens], rows[:n], lens[:n], cu_seqlens_q[: n + 1])
+        if mode.kind == "request":
+            self._results[key] = outputs, result
+        return result
 
     # -- what the recorder calls
 
@@ -168,6 +196,9 @@ class ForwardPass:
         self._static[live.mode.running_tokens, bool(live.step.num_prefill_seqs)] = inputs
         context = self._context(inputs)
         context.tr_graph = "record"
+        if self.tables.prepares(live.step):  # the graph fills its inputs itself, from the packed step
+            packed = live.packed
+            context.prepare = lambda: self.tables.prepare(packed, inputs)
         with set_forward_context(context):
             self.model(inputs.input_ids, inputs.positions)
 
@@ -181,6 +212,7 @@ class ForwardPass:
         for graphs in token_graphs(self.model):
             graphs.clear()
         self._static.clear()
+        self._results.clear()
         self.before_replay = self._live = None
 
     # -- a step's parts
@@ -224,9 +256,10 @@ class ForwardPass:
     def _run_bucket(self) -> _Outputs:
         """Replay the live step's token bucket, on the inputs that it was recorded with."""
         live = self._live
-        inputs = self._derive()
-        static = self._static[live.mode.running_tokens, bool(live.step.num_prefill_seqs)]
-        static.copy_(inputs)
+        inputs = static = self._static[live.mode.running_tokens, bool(live.step.num_prefill_seqs)]
+        if not self.tables.prepares(live.step):
+            inputs = self._derive()
+            static.copy_(inputs)
         context = self._context(inputs)
         context.tr_graph = "replay"
         with set_forward_context(context):

@@ -22,7 +22,7 @@ class HostTables(DeviceTables):
 
     def apply(self, packed: torch.Tensor, step: PackedStep) -> None:
         buffer, offset = step.buffer, step.patch_offset
-        for table, count in zip(self._arrays, step.patch_counts, strict=False):  # none: no patches
+        for table, count in zip(self._arrays, step.patch_counts, strict=True):
             if count:
                 patches = buffer[offset : offset + 3 * count].reshape(count, 3)
                 table[patches[:, 0], patches[:, 1]] = patches[:, 2]

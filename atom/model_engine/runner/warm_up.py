@@ -41,7 +41,8 @@ def warm_up_batches(num_tokens: int, block_size: int, num_groups: int) -> Iterat
     num_blocks = -(-(num_tokens + 1) // block_size)
     patches = [[(0, column, column) for column in range(num_blocks)] for _ in range(num_groups)]
     yield _batch([seq], 0, num_tokens, 1, [seq], patches)
-    yield _batch([seq], num_tokens, 1, 0, [], [[] for _ in range(num_groups)])
+    last = num_blocks - 1  # said again, so that a decode step has patches too
+    yield _batch([seq], num_tokens, 1, 0, [], [[(0, last, last)] for _ in range(num_groups)])
 
 
 def decode_batch(num_rows: int, num_groups: int) -> ScheduledBatch:

@@ -1,0 +1,158 @@
+"""What the host does in a decode step on a device: few tensor operations, as many for many sequences as for one."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atom.benchmarks.instant_device import InstantRunner
+from atom.config import Config
+from atom.model_engine.messages import AddRequests, NewRequest
+from atom.sampling_params import SamplingParams
+from tests.helpers.core_driver import CoreDriver
+
+# Of a step that repeats the one before: a slice, the copy of ids into it, and two times numpy().
+OPERATIONS = ["slice", "copy_", "detach", "detach"]
+
+
+class Operations(TorchDispatchMode):
+    """Names of everything that is dispatched inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def decoding(num_seqs, loop, max_tokens=64):
+    """A core whose ``num_seqs`` sequences have decoded a few tokens."""
+    config = Config.build(
+        "instant",
+        loop=loop,
+        enable_prefix_caching=False,
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+        max_model_len=512,
+        kv_cache_block_size=16,
+        num_kvcache_blocks=1024,
+    )
+    driver = CoreDriver(config, InstantRunner(config))
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    ids = np.arange(9, dtype=np.int32).tobytes()
+    requests = [NewRequest(i, ids, params, [], max_tokens, 0.0, hash_seed=1) for i in range(num_seqs)]
+    driver.core.handle(AddRequests(requests, [None] * num_seqs))
+    for _ in range(4):
+        driver.core.step()
+    return driver
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_a_decode_step_makes_few_tensor_operations_however_many_sequences(loop):
+    found, with_blocks = {}, {}
+    for num_seqs in (1, 3, 32, 64):
+        driver = decoding(num_seqs, loop)
+        for _ in range(20):  # every slot of the rings has its views by now
+            driver.core.step()
+        for _ in range(16):
+            with Operations() as operations:
+                driver.core.step()
+            last = driver.core.worker._forward._packer._last
+            (found if last.is_repeat else with_blocks)[num_seqs] = operations.names
+    assert found == dict.fromkeys(found, OPERATIONS) and len(found) == 4
+    for names in with_blocks.values():
+        assert names[-4:] == OPERATIONS and names[:-4] in (["copy_"], ["slice", "slice", "copy_"]), names
+    assert with_blocks.keys() == found.keys(), "new blocks are copied to the device, and nothing else differs"
+
+
+@pytest.mark.parametrize("loop", ["plain", "overlapped"])
+def test_steps_with_new_blocks_and_ends_say_what_they_should(loop):
+    driver = decoding(5, loop, max_tokens=40)
+    driver.run()
+    assert driver.tokens == {i: [0] + [7] * 39 for i in range(5)}
+    driver.check_idle()
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_waited_for(monkeypatch):
+    driver = decoding(2, "overlapped")
+    worker, calls = driver.core.worker, []
+    for name in ("launch", "sample", "wait"):
+        original = getattr(worker, name)
+
+        def noted(*args, name=name, original=original):
+            calls.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(worker, name, noted)
+    driver.core.step()
+    driver.core.step()
+    assert calls == ["launch", "sample", "wait"] * 2
+    assert driver.core._pending is not None, "what was launched last has not been waited for"
+
+
+def test_results_of_a_bucket_are_sliced_once():
+    driver = decoding(3, "plain")
+    forward = driver.core.worker._forward
+    assert list(forward._results) == [(4, 3)]
+    kept = forward._results[4, 3][1]
+    driver.core.step()
+    assert forward._results[4, 3][1] is kept and len(kept.rows) == 3 and len(kept.cu_seqlens_q) == 4
+
+
+def test_a_readback_slot_holds_its_step_until_the_ring_has_gone_round():
+    from atom.benchmarks.instant_device import _Event
+    from atom.model_engine.runner.input_packer import RING_SIZE
+    from atom.model_engine.runner.readback import Readback
+    from atom.model_ops.sampler import SampleResult
+
+    readback = Readback(4, torch.device("cpu"))
+    readback._ring = [(torch.zeros(36, dtype=torch.uint8), _Event()) for _ in range(RING_SIZE)]
+    packed = torch.zeros(9 * 2, dtype=torch.uint8)  # a decoder of at most two sequences
+    ids, flags = packed[:16].view(torch.int64), packed[16:].view(torch.bool)
+    ids.copy_(torch.tensor([11, 12]))
+    flags.copy_(torch.tensor([True, False]))
+    first = readback.start(SampleResult(ids[:2], flags[:2]), packed)
+    ids.add_(100)
+    second = readback.start(SampleResult(torch.tensor([1, 2, 3]), torch.tensor([False, True, True])))
+    third = readback.start(SampleResult(ids[:1], flags[:1]), packed)
+    assert first.token_ids.tolist() == [11, 12] and first.is_finite.tolist() == [True, False]
+    assert second.token_ids.tolist() == [1, 2, 3] and second.is_finite.tolist() == [False, True, True]
+    assert third.token_ids.tolist() == [111] and third.is_finite.tolist() == [True]
+
+
+@pytest.mark.parametrize("backend", ["packed", "direct"])
+def test_each_way_to_the_device_ships_all_that_a_step_reads(monkeypatch, backend):
+    from atom.benchmarks.instant_device import _Publisher
+    from atom.model_engine.runner.input_packer import InputPacker
+
+    monkeypatch.setenv("ATOM_H2D_BACKEND", backend)
+    driver = decoding(3, "plain")
+    packs, repeats = [], []
+    forward = driver.core.worker._forward
+    capacity = len(forward._publisher.buffer)
+    publisher = _Publisher(capacity)
+    forward._publisher = publisher
+    forward._packer = InputPacker(capacity, 64, publisher.buffers, publisher.wait_for)
+    original = publisher.publish
+
+    def publish(step):
+        packed = original(step)
+        if step.is_repeat:
+            repeats.append(step)
+            n = step.running_bs
+            assert packed[: 2 * n].tolist() == step.buffer[: 2 * n].tolist()
+            return packed
+        for start, end in step.sections():
+            assert packed[start:end].tolist() == step.buffer[start:end].tolist()
+        packs.append(len(step.buffer))
+        return packed
+
+    monkeypatch.setattr(publisher, "publish", publish)
+    ids = np.arange(300, dtype=np.int32).tobytes()  # a prompt longer than a round of the packed copy
+    request = NewRequest(99, ids, SamplingParams(temperature=0.0, max_tokens=8), [], 8, 0.0, hash_seed=1)
+    driver.core.handle(AddRequests([request], [None]))
+    driver.run()
+    assert max(packs) > 300 and min(packs) < 20
+    assert repeats, "most decode steps say nothing new"

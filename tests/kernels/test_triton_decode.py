@@ -196,7 +196,8 @@ class Case:
         self.cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
         self.sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
 
-    def check(self, *, splits=None, rows=True, scales=None, bound=None, **fields):
+    def check(self, *, splits=None, rows=True, scales=None, bound=None, launch=None, **fields):
+        """``launch``: what the launcher is built with, other than the portable kernel for few sequences."""
         bound = bound or BOUND[self.qkv.dtype]
         heads, kv_heads, dim = self.shape
         layer = AttentionLayer(
@@ -216,7 +217,8 @@ class Case:
             self.qkv, keys, values, self.tables, self.lens, self.slots, self.cos, self.sin, num_heads=heads,
             scale=dim**-0.5, eps=1e-6, scales=tuple(float(s) for s in scales or (1.0, 1.0)), **fields,
         )  # fmt: skip
-        run = DecodeAttention(self.qkv.device, [layer], len(self.lens), column_shape=ColumnShape(2, 4, 64, 6))
+        launch = launch or {"column_shape": ColumnShape(2, 4, 64, 6)}
+        run = DecodeAttention(self.qkv.device, [layer], len(self.lens), **launch)
         run._partial.fill_(float("nan"))
         run._stats.fill_(float("nan"))
         out = torch.full_like(wanted, float("nan"))

@@ -64,14 +64,18 @@ def _load_values(
 
 
 @gluon.jit
+def _products(tile, queries, TILE: gl.constexpr, MMA: gl.constexpr):
+    return mma_v2(tile.to(queries.dtype), queries, gl.zeros((TILE, HEADS_OF_TILE), gl.float32, layout=MMA))
+
+
+@gluon.jit
 def _scores(
-    tile, queries, new_score, start, old, stop, factor, soft_cap,
+    product, new_score, start, old, stop, factor, soft_cap,
     HAS_SOFT_CAP: gl.constexpr, TILE: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """``[TILE, 8]`` of a tile of keys; the key at ``old`` is the new one, from ``stop`` on there is none."""
-    score = mma_v2(tile.to(queries.dtype), queries, gl.zeros((TILE, HEADS_OF_TILE), gl.float32, layout=MMA))
     token = (start + gl.arange(0, TILE, layout=gl.SliceLayout(1, MMA)))[:, None]
-    score = _capped(gl.where(token == old, new_score[None, :], score) * factor, soft_cap, HAS_SOFT_CAP)
+    score = _capped(gl.where(token == old, new_score[None, :], product) * factor, soft_cap, HAS_SOFT_CAP)
     return gl.where(token < stop, score, float("-inf"))
 
 
@@ -109,9 +113,8 @@ def _walk(
         token = start + gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(1, L3)))
         inside = token < last
         row = _rows(table, token, inside, head, KV_HEADS, PAGE, DIM)
-        score = _scores(
-            tile, queries, new_score, start, old, stop, factor, soft_cap, HAS_SOFT_CAP, TILE, MMA
-        )
+        product = _products(tile, queries, TILE, MMA)
+        score = _scores(product, new_score, start, old, stop, factor, soft_cap, HAS_SOFT_CAP, TILE, MMA)
         higher = gl.maximum(best, gl.max(score, 0))
         peaks.store(gl.exp2(best - higher))
         room.store(gl.exp2(score - higher[None, :]))
@@ -123,8 +126,8 @@ def _walk(
             place = values + gl.expand_dims(row + i * CHUNK, 1) + gl.expand_dims(column, 0)
             value = gl.load(place, mask=gl.expand_dims(inside, 1), other=0.0)
             fresh = _new_values(value_row + i * CHUNK + column, of_value, values.dtype.element_ty)
-            product = _weighted(weight, value, fresh, start, old, TILE, L3)
-            added = added + (sums[i] * gl.expand_dims(shrink, 1) + gl.sum(product, 0),)
+            weighted = _weighted(weight, value, fresh, start, old, TILE, L3)
+            added = added + (sums[i] * gl.expand_dims(shrink, 1) + gl.sum(weighted, 0),)
         sums = added
         best = higher
     return best, total, sums
@@ -268,8 +271,6 @@ def grouped(
     if HAS_NORM:
         norm_own = gl.load(qk_norm + source + channel[None, :])
         norm_other = gl.load(qk_norm + source + partner[None, :])
-    slot = gl.load(slots + seq)
-    target = ((slot // PAGE) * KV_HEADS + kv_head) * PAGE * DIM + slot % PAGE * DIM
     of_key, of_value = 1.0, 1.0
     if HAS_SCALES:
         of_key, of_value = gl.load(k_scale), gl.load(v_scale)
@@ -287,6 +288,7 @@ def grouped(
     other = gl.load(token_row + source + partner[None, :]).to(gl.float32)
     value_row = token_row + (HEADS + KV_HEADS + kv_head) * DIM
     new_value = _new_values(value_row + width, of_value, values.dtype.element_ty)
+    slot = gl.load(slots + seq)  # here, where other loads are waited for: before the wait it would take registers
     if HAS_NORM:
         norm = gl.expand_dims(gl.rsqrt(gl.sum(own * own, 1) / DIM + eps), 1)
         own = own * norm * norm_own.to(gl.float32)
@@ -295,11 +297,12 @@ def grouped(
     new_key = (_finite(turned) / of_key).to(keys.dtype.element_ty)
     tile_of_queries.slice(0, ROWS).store(gl.where(is_key, new_key.to(qkv.dtype.element_ty), turned.to(qkv.dtype.element_ty)))
     queries = tile_of_queries.slice(0, HEADS_OF_TILE).permute((1, 0)).load(LB)
-    products = mma_v2(
-        tile_of_queries.load(LA), queries, gl.zeros((16, HEADS_OF_TILE), gl.float32, layout=MMA)
-    )
-    of_new = gl.arange(0, 16, layout=gl.SliceLayout(1, MMA)) == GROUP
-    new_score = gl.sum(gl.where(of_new[:, None], products, 0.0), 0)
+    products = ()
+    for i in gl.static_range(AHEAD):  # of long contexts too: a branch in between would keep these from overlapping
+        products = products + (_products(key_tiles[i], queries, TILE, MMA),)
+    of_new = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, MMA)) == GROUP, 1)
+    new_score = gl.sum(gl.where(of_new, _products(tile_of_queries.load(LA), queries, 16, MMA), 0.0), 0)
+    target = ((slot // PAGE) * KV_HEADS + kv_head) * PAGE * DIM + slot % PAGE * DIM
     writes = (slot >= 0) & (part == 0)
     gl.store(
         keys + target + gl.expand_dims(channel, 0) + gl.expand_dims(row * 0, 1), new_key,
@@ -312,10 +315,10 @@ def grouped(
         scores = ()
         highest = gl.full((TILE, HEADS_OF_TILE), _NEVER, gl.float32, layout=MMA)
         for i in gl.static_range(AHEAD):
+            start = first + i * TILE
             score = _scores(
-                key_tiles[i], queries, new_score, first + i * TILE, old, length, factor, soft_cap,
-                HAS_SOFT_CAP, TILE, MMA,
-            )  # fmt: skip
+                products[i], new_score, start, old, length, factor, soft_cap, HAS_SOFT_CAP, TILE, MMA
+            )
             scores = scores + (score,)
             highest = gl.maximum(highest, score)
         best = gl.max(highest, 0)

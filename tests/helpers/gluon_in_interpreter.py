@@ -14,9 +14,10 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
 _IMPORTS = {
-    "from triton.experimental import gluon\n": "import triton.language as tl\nfrom tests.helpers.gluon_in_interpreter import gluon\n",
-    "from triton.experimental.gluon import language as gl\n": "from tests.helpers.gluon_in_interpreter import gl\n",
-    "from triton.experimental.gluon.language.nvidia.ampere import mma_v2\n": "from tests.helpers.gluon_in_interpreter import mma_v2\n",
+    "from triton.experimental import gluon": "import triton.language as tl\nfrom {here} import gluon",
+    "from triton.experimental.gluon import language as gl": "from {here} import gl",
+    "from triton.experimental.gluon.language.nvidia.ampere import mma_v2": "from {here} import mma_v2",
+    "from triton.language import debug_barrier": "from {here} import debug_barrier",
 }
 
 
@@ -51,6 +52,11 @@ def mma_v2(a, b, acc):
     return acc + tl.sum(wide, 1)
 
 
+def debug_barrier():
+    """Programs run one after the other, each as one thread."""
+    return None
+
+
 def _store(place, value, mask=None):
     if mask is not None:  # a scalar spread over a mask comes as bytes
         mask.handle.data = mask.handle.data.astype(bool)
@@ -71,7 +77,9 @@ class gl:
     NVMMADistributedLayout = SwizzledSharedLayout = BlockedLayout
     arange = staticmethod(lambda start, end, layout=None: tl.arange(int(start), int(end)))
     zeros = staticmethod(lambda shape, dtype, layout=None: tl.zeros([int(n) for n in shape], dtype))
-    full = staticmethod(lambda shape, value, dtype, layout=None: tl.full([int(n) for n in shape], value, dtype))
+    full = staticmethod(
+        lambda shape, value, dtype, layout=None: tl.full([int(n) for n in shape], value, dtype)
+    )
     store = staticmethod(_store)
     convert_layout = staticmethod(lambda x, layout: x)
 
@@ -91,7 +99,7 @@ def interpreted(module, folder: Path):
     """``module`` once more, from a file in ``folder``, its kernels run by the interpreter."""
     source = Path(module.__file__).read_text()
     for line, other in _IMPORTS.items():
-        source = source.replace(line, other)
+        source = source.replace(f"{line}\n", other.format(here=__name__) + "\n")
     path = folder / f"{module.__name__.rpartition('.')[2]}_interpreted.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -16,6 +16,7 @@ EARLY = {
     "gemv_rows",
     "gemm_rows",
     "columns",
+    "grouped",
     "splits",
     "head_gemv",
 }  # load weights or keys before they wait

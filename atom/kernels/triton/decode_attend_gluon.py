@@ -148,7 +148,7 @@ def _long(
     start = first + part * share
     stop = gl.minimum(start + share, length)
     sums = ()
-    for i in gl.static_range(DIM // CHUNK):
+    for _ in gl.static_range(DIM // CHUNK):
         sums = sums + (gl.zeros((GROUP, CHUNK), gl.float32, layout=LC),)
     best, total, sums = _walk(
         keys, values, table, queries, new_score, value_row, start, stop, old, kv_head, 0, factor, soft_cap, of_value,
@@ -222,8 +222,8 @@ def grouped(
     LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)  # a thread reads 8 channels of a key at once
     LB: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     LR: gl.constexpr = gl.BlockedLayout([1, DIM // 32], [1, 32], [NW, 1], [1, 0])  # a head a warp
-    # Values: eight threads or more share a row, so that few steps add up what lies in other threads.
-    VEC: gl.constexpr = min(8, WIDTH // 8)
+    # Values: several threads share a row, so that few steps add up what lies in other threads.
+    VEC: gl.constexpr = max(2, min(8, WIDTH // 8))
     ACROSS: gl.constexpr = WIDTH // VEC
     L3: gl.constexpr = gl.BlockedLayout(
         [ACROSS // 2, GROUP, VEC], [32 // ACROSS, 1, ACROSS], [NW, 1, 1], [2, 1, 0]
@@ -251,7 +251,9 @@ def grouped(
     early = gl.where(is_long, first, old)
     for i in gl.static_range(AHEAD):
         start = first + i * TILE
-        key_tiles = key_tiles + (_load_keys(keys, table, start, early, kv_head, KV_HEADS, PAGE, DIM, TILE, LA),)
+        key_tiles = key_tiles + (
+            _load_keys(keys, table, start, early, kv_head, KV_HEADS, PAGE, DIM, TILE, LA),
+        )
         value_tiles = value_tiles + (
             _load_values(values, table, start, early, kv_head, width, KV_HEADS, PAGE, DIM, TILE, LV),
         )
@@ -288,17 +290,23 @@ def grouped(
     other = gl.load(token_row + source + partner[None, :]).to(gl.float32)
     value_row = token_row + (HEADS + KV_HEADS + kv_head) * DIM
     new_value = _new_values(value_row + width, of_value, values.dtype.element_ty)
-    slot = gl.load(slots + seq)  # here, where other loads are waited for: before the wait it would take registers
+    slot = gl.load(
+        slots + seq
+    )  # here, where other loads are waited for: before the wait it would take registers
     if HAS_NORM:
         norm = gl.expand_dims(gl.rsqrt(gl.sum(own * own, 1) / DIM + eps), 1)
         own = own * norm * norm_own.to(gl.float32)
         other = other * norm * norm_other.to(gl.float32)
     turned = own * c[None, :] + other * s[None, :]
     new_key = (_finite(turned) / of_key).to(keys.dtype.element_ty)
-    tile_of_queries.slice(0, ROWS).store(gl.where(is_key, new_key.to(qkv.dtype.element_ty), turned.to(qkv.dtype.element_ty)))
+    tile_of_queries.slice(0, ROWS).store(
+        gl.where(is_key, new_key.to(qkv.dtype.element_ty), turned.to(qkv.dtype.element_ty))
+    )
     queries = tile_of_queries.slice(0, HEADS_OF_TILE).permute((1, 0)).load(LB)
     products = ()
-    for i in gl.static_range(AHEAD):  # of long contexts too: a branch in between would keep these from overlapping
+    for i in gl.static_range(
+        AHEAD
+    ):  # of long contexts too: a branch in between would keep these from overlapping
         products = products + (_products(key_tiles[i], queries, TILE, MMA),)
     of_new = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(1, MMA)) == GROUP, 1)
     new_score = gl.sum(gl.where(of_new, _products(tile_of_queries.load(LA), queries, 16, MMA), 0.0), 0)

@@ -99,7 +99,7 @@ def record_step(
     """Let ``recorder`` see every launch of a step of ``num_tokens`` sequences."""
     from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
     from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
-    from atom.kernels.triton.decode_step import choose, embed, prepare_decode
+    from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
 
     n, hidden, dim = num_tokens, shape.hidden_size, shape.head_dim
     where = f"{shape.name} M={n}"
@@ -147,7 +147,9 @@ def record_step(
     moved = (keys, lens, empty(257, dtype=torch.int32), empty(257, **long))
     choose(keys, keys, empty(n, dtype=torch.bool), moved, uses_pdl)
     packed, tables = empty(999, dtype=torch.int32), empty(1, 257, 577, dtype=torch.int32)
-    prepare_decode(packed, lens, keys, tables, n, 256, 16, True)
+    embedding = Embedding(head_layer.weight, rope, empty(n, hidden), *angles, keys)
+    for together in (None, embedding):
+        prepare_decode(packed, lens, keys, tables, n, 256, 16, True, together)
 
 
 def launches_of(record: Callable[[Recorder], None]) -> list[Launch]:

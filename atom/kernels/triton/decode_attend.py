@@ -237,4 +237,4 @@ def grouped_shape(layer: AttentionLayer) -> GroupedShape:
     """The kernel for very few sequences on sm_90: three tiles are 384 keys; so many registers do without spills."""
     if layer.head_dim <= 64:
         return GroupedShape(4, 8, 3, 144)
-    return GroupedShape(8, 8, 3, 176 if layer.num_heads // layer.num_kv_heads <= 2 else 184)
+    return GroupedShape(8, 8, 3, 208)

@@ -4,6 +4,7 @@ Row ``R`` (the last) is the trash row: padded rows of recorded graphs point at i
 cannot overwrite a live row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,7 @@ class DeviceTables:
         block_tables: per cache group ``[R + 1, max_blocks]`` int32.
         computed: ``[R + 1]`` int32, positions whose KV is written.
         last_token: ``[R + 1]`` int64, the id sampled last, input of the next decode step.
+        prepare: stands in for ``decode_step.prepare_decode`` where whoever runs the steps does more in that launch.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class DeviceTables:
         self.trash_row = num_rows
         self.device = device
         self._prepares = device.type == "cuda"
+        self.prepare: Callable[..., tuple[torch.Tensor, ...]] | None = None
         self._tables = torch.zeros((num_groups, num_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self.block_tables = list(self._tables.unbind())
         self.computed = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
@@ -138,7 +141,8 @@ class DeviceTables:
         """What :meth:`derive` gives for a step of one token a sequence, in one launch."""
         from atom.kernels.triton.decode_step import prepare_decode
 
-        rows, input_ids, positions, cu_seqlens, context_lens, slots = prepare_decode(
+        prepare = self.prepare or prepare_decode
+        rows, input_ids, positions, cu_seqlens, context_lens, slots = prepare(
             packed,
             self.computed,
             self.last_token,

@@ -88,11 +88,13 @@ def test_a_value_that_is_not_finite_is_stored_as_zero():
 
 def test_other_layers_are_left_to_the_portable_kernels(launches):
     layer = AttentionLayer(6, 2, 64, 0.125, 64, 0)
-    assert not fits_grouped(layer, HALF, 16), "three query heads a kv head"
-    assert not fits_grouped(AttentionLayer(4, 2, 32, 0.125, 32, 0), HALF, 16)
-    assert not fits_grouped(AttentionLayer(4, 2, 64, 0.125, 64, 0), torch.float32, 16)
+    assert not fits_grouped(layer, HALF, HALF, 16), "three query heads a kv head"
+    assert not fits_grouped(AttentionLayer(4, 2, 32, 0.125, 32, 0), HALF, HALF, 16)
+    layer = AttentionLayer(4, 2, 64, 0.125, 64, 0)
+    assert not fits_grouped(layer, torch.float32, torch.float32, 16)
+    assert not fits_grouped(layer, HALF, torch.float8_e4m3fn, 16)
     for heads, dim in ((16, 128), (32, 64), (32, 128)):
         layer = AttentionLayer(heads, 8, dim, 0.125, dim, 0)
-        assert fits_grouped(layer, HALF, 16) and dim // grouped_shape(layer).parts >= 16
+        assert fits_grouped(layer, HALF, HALF, 16) and dim // grouped_shape(layer).parts >= 16
     Case([20, 5], torch.float32).check(launch={"has_gluon": True})
     assert launches == []

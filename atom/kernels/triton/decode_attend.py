@@ -123,10 +123,10 @@ class DecodeAttention:
         return shape if layer.num_heads * shape.parts * num_seqs <= MAX_COLUMN_PROGRAMS else None
 
     def grouped_shape(
-        self, layer: AttentionLayer, num_seqs: int, dtype: torch.dtype, page: int
+        self, layer: AttentionLayer, num_seqs: int, dtype: torch.dtype, cache: torch.Tensor
     ) -> GroupedShape | None:
         """The kernel for sm_90 where it serves the layer; None where another one does."""
-        if not self.has_gluon or not fits_grouped(layer, dtype, page):
+        if not self.has_gluon or not fits_grouped(layer, dtype, cache.dtype, cache.shape[2]):
             return None
         shape = self._grouped_shape or grouped_shape(layer)
         return shape if layer.num_kv_heads * shape.parts * num_seqs <= MAX_GROUPED_PROGRAMS else None
@@ -156,7 +156,7 @@ class DecodeAttention:
         columns = None if splits else self.column_shape(layer, num_seqs)
         group = layer.num_heads // layer.num_kv_heads
         dim, page = layer.head_dim, keys.shape[2]
-        grouped = None if splits else self.grouped_shape(layer, num_seqs, qkv.dtype, page)
+        grouped = None if splits else self.grouped_shape(layer, num_seqs, qkv.dtype, keys)
         arguments = (
             qkv, keys, values, step.block_tables, step.rows, step.context_lens, step.slots, step.cos, step.sin,
             layer.qk_norm, layer.sinks, *(scales or (None, None)), out, self._partial, self._stats,
@@ -226,11 +226,12 @@ def column_shape(layer: AttentionLayer) -> ColumnShape:
     return ColumnShape(4, 8, 64, 6) if layer.num_heads <= 16 else ColumnShape(2, 16, 128, 3)
 
 
-def fits_grouped(layer: AttentionLayer, dtype: torch.dtype, page: int) -> bool:
-    """Whether the kernel for sm_90 can serve a layer: its tiles are of 16-bit numbers and of 8 query heads."""
+def fits_grouped(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, page: int) -> bool:
+    """Whether the kernel for sm_90 can serve a layer: 16-bit numbers in the cache too, up to 8 query heads a kv head."""
     group = layer.num_heads // layer.num_kv_heads
     is_power = group & (group - 1) == 0 and page & (page - 1) == 0
-    return is_power and group <= 8 and layer.head_dim in (64, 128) and dtype.itemsize == 2
+    is_half = dtype.itemsize == 2 and cache_dtype == dtype
+    return is_power and group <= 8 and layer.head_dim in (64, 128) and is_half
 
 
 def grouped_shape(layer: AttentionLayer) -> GroupedShape:

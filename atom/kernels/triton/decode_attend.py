@@ -227,7 +227,7 @@ def column_shape(layer: AttentionLayer) -> ColumnShape:
 
 
 def fits_grouped(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, page: int) -> bool:
-    """Whether the kernel for sm_90 can serve a layer: 16-bit numbers in the cache too, up to 8 query heads a kv head."""
+    """Whether the kernel for sm_90 can serve a layer: 16-bit numbers, in the cache too, up to 8 query heads a group."""
     group = layer.num_heads // layer.num_kv_heads
     is_power = group & (group - 1) == 0 and page & (page - 1) == 0
     is_half = dtype.itemsize == 2 and cache_dtype == dtype

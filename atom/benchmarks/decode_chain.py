@@ -338,6 +338,19 @@ def table_of(lines: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def variants_of(lines: list[dict[str, Any]], count: int = 8) -> str:
+    """A Markdown table of the ``count`` fastest variants of every model and batch."""
+    rows = ["| model, batch | ms | variant |", "| --- | --- | --- |"]
+    for line in lines:
+        ordered = sorted(line["variants"].items(), key=lambda item: item[1])
+        names = [name for name, _ in ordered]
+        for name, milliseconds in ordered[:count] + [o for o in ordered[count:] if o[0] == "usual"]:
+            rows.append(f"| {line['model']} b{line['batch']} | {milliseconds:.4f} | {name} |")
+        wrong = [name for name in names if "WRONG" in name]
+        rows += [f"| {line['model']} b{line['batch']} | | {name} |" for name in wrong]
+    return "\n".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [shape.name for shape in SHAPES]
@@ -382,8 +395,7 @@ def main() -> None:
         lines += _run_child(model, args)
     if args.json is not None:
         args.json.write_text(json.dumps(lines, indent=1))
-    if not args.variants:
-        print(table_of(lines))
+    print(variants_of(lines) if args.variants else table_of(lines))
 
 
 def _run_child(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:

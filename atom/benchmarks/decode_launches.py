@@ -92,13 +92,14 @@ def record_step(
     cache_dtype: torch.dtype = torch.bfloat16,
     column_shape: Any = None,
     split_shape: Any = None,
+    grouped_shape: Any = None,
     table: dict[Any, Any] | None = None,
     halves_norms: bool = True,
 ) -> None:
     """Let ``recorder`` see every launch of a step of ``num_tokens`` sequences."""
     from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
     from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
-    from atom.kernels.triton.decode_step import choose, embed, prepare_decode
+    from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
 
     n, hidden, dim = num_tokens, shape.hidden_size, shape.head_dim
     where = f"{shape.name} M={n}"
@@ -123,7 +124,10 @@ def record_step(
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     qk_norm = empty(heads + kv_heads, dim) if shape.has_qk_norm else None
     attention = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=qk_norm, eps=1e-6)
-    attend = DecodeAttention(META, [attention], 64, uses_pdl, column_shape, split_shape)
+    attend = DecodeAttention(
+        META, [attention], 64, uses_pdl, column_shape, split_shape,
+        has_gluon=has_gluon and column_shape is None, grouped_shape=grouped_shape,
+    )  # fmt: skip
     cache = empty(999, kv_heads, 16, dim, dtype=cache_dtype)
     scale = empty(1, dtype=torch.float32)
     angles = empty(n, 1, dim), empty(n, 1, dim)
@@ -143,7 +147,9 @@ def record_step(
     moved = (keys, lens, empty(257, dtype=torch.int32), empty(257, **long))
     choose(keys, keys, empty(n, dtype=torch.bool), moved, uses_pdl)
     packed, tables = empty(999, dtype=torch.int32), empty(1, 257, 577, dtype=torch.int32)
-    prepare_decode(packed, lens, keys, tables, n, 256, 16, True)
+    embedding = Embedding(head_layer.weight, rope, empty(n, hidden), *angles, keys)
+    for together in (None, embedding):
+        prepare_decode(packed, lens, keys, tables, n, 256, 16, True, together)
 
 
 def launches_of(record: Callable[[Recorder], None]) -> list[Launch]:

@@ -12,13 +12,20 @@ from dataclasses import replace
 from typing import Any
 
 from atom.benchmarks.decode_launches import DecodeShape, Recorder, record_step
-from atom.kernels.triton.decode_attend import ColumnShape, SplitShape
+from atom.kernels.triton.decode_attend import ColumnShape, GroupedShape, SplitShape
 from atom.kernels.triton.decode_linear import Choice, LinearShape, default_choice, token_class
 
+MAX_ERROR = 1e-2  # of bf16 against fp32, as a share of the norm
 MEAN_CONTEXT = 256  # of the workload
 COLUMNS = (  # parts, warps, keys of a tile, tiles ahead; for one sequence
     (4, 8, 64, 6), (4, 8, 128, 3), (4, 8, 128, 2), (4, 16, 128, 3), (4, 16, 256, 1), (2, 16, 128, 3), (2, 8, 64, 6),
 )  # fmt: skip
+GROUPED = (  # parts, warps, tiles ahead, registers; for one or two sequences
+    (8, 8, 3, 192), (8, 8, 3, 168), (8, 8, 3, 144), (8, 8, 2, 168), (8, 8, 2, 144), (8, 8, 2, 128), (4, 8, 3, 192),
+    (4, 8, 2, 144), (8, 4, 5, 255), (8, 4, 4, 255), (4, 4, 4, 255),
+)  # fmt: skip
+FEW = 2  # sequences up to which attention is of these two kinds
+CONTEXTS = (1, 2, 16, 17, 100, 128, 129, 200, 255, 256, 257, 320, 384, 385, 513, 1024, 1025, 1026, 1500, 2000)
 SPLITS = {  # by the most sequences: splits, keys, warps, stages, tiles sent ahead
     16: ((4, 64, 4, 3, 2), (4, 64, 4, 3, 0), (8, 64, 4, 3, 0), (4, 64, 8, 3, 2), (4, 32, 4, 5, 4), (8, 32, 4, 5, 1),
          (2, 64, 4, 5, 3)),
@@ -53,6 +60,60 @@ def attention_shapes(batch: int) -> list[SplitShape]:
     return [SplitShape(*one) for one in SPLITS[16 if batch <= 16 else 64]]
 
 
+def grouped_shapes(shape: DecodeShape) -> list[GroupedShape]:
+    """With 8 value columns a program or more."""
+    return [GroupedShape(*one) for one in GROUPED if shape.head_dim // one[0] >= 8]
+
+
+def check_attention(shape: DecodeShape, batch: int, column: Any = None, grouped: Any = None) -> float:
+    """The worst relative error against plain arithmetic in fp32, over contexts from 1 to 2,000 and fresh numbers."""
+    import torch
+
+    from atom.kernels.reference.decode import fused_attention
+    from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
+
+    device, half, page = torch.device("cuda"), torch.bfloat16, 16
+    heads, kv_heads, dim, columns = shape.num_heads, shape.num_kv_heads, shape.head_dim, 577
+
+    def random(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(size, device=device) * scale).to(half)
+
+    norm = 1 + random(heads + kv_heads, dim, scale=0.1) if shape.has_qk_norm else None
+    layer = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=norm, eps=1e-6)
+    run = DecodeAttention(
+        device, [layer], 64, True, column, has_gluon=grouped is not None, grouped_shape=grouped
+    )
+    worst = 0.0
+    for number, context in enumerate(CONTEXTS):
+        lens = [context, *(CONTEXTS[(number + 7 * i) % len(CONTEXTS)] for i in range(1, batch))]
+        used = -(-max(lens) // page)
+        pages = torch.randperm(batch * used, device=device).int() + 1
+        tables = torch.full((batch + 1, columns), 7, dtype=torch.int32, device=device)
+        rows = torch.arange(batch, 0, -1, device=device)
+        tables[rows, :used] = pages.view(batch, used)
+        own = tables[rows].tolist()
+        slots = [own[i][(n - 1) // page] * page + (n - 1) % page for i, n in enumerate(lens)]
+        slots = torch.tensor(slots, device=device)
+        keys, values = (random(batch * used + 1, kv_heads, page, dim) for _ in range(2))
+        angle = torch.randn(batch, dim // 2, device=device)
+        cos = torch.cat((angle.cos(), angle.cos()), -1).to(half)
+        sin = torch.cat((-angle.sin(), angle.sin()), -1).to(half)
+        qkv = random(batch, (heads + 2 * kv_heads) * dim)
+        found_keys, found_values = keys.clone(), values.clone()
+        wanted = fused_attention(
+            qkv.float(), keys, values, tables[rows], lens, slots, cos, sin, num_heads=heads, scale=dim**-0.5,
+            qk_norm=norm, eps=1e-6,
+        )  # fmt: skip
+        out = torch.full_like(wanted, math.nan, dtype=half)
+        contexts = torch.tensor(lens, dtype=torch.int32, device=device)
+        step = StepTables(tables, rows, contexts, slots, cos[:, None], sin[:, None])
+        run(qkv, layer, found_keys, found_values, step, out)
+        pairs = (out, wanted), (found_keys, keys), (found_values, values)
+        errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
+        worst = max([math.inf if math.isnan(e) else e for e in errors] + [worst])
+    return worst
+
+
 def ahead_table(shape: DecodeShape, batch: int, ahead: int) -> Table:
     """The usual choices, loops with ``ahead`` columns of the weight on their way."""
     table = {}
@@ -78,9 +139,11 @@ def block_tables(shape: DecodeShape, batch: int) -> dict[str, Table]:
 def record_variants(recorder: Recorder, shape: DecodeShape, batch: int) -> None:
     """Let ``recorder`` see every launch of every variant."""
     record_step(recorder, shape, batch)
-    if batch == 1:
+    if batch <= FEW:
         for one in COLUMNS:
             record_step(recorder, shape, batch, column_shape=ColumnShape(*one))
+        for one in grouped_shapes(shape):
+            record_step(recorder, shape, batch, grouped_shape=one)
         return
     for one in attention_shapes(batch):
         record_step(recorder, shape, batch, split_shape=one)
@@ -110,11 +173,27 @@ def time_variants(
 
     batch, attention, linear = replays.batch, fused._attention, fused._linear
     usual = measure("usual")
-    if batch == 1:
-        for one in COLUMNS:
-            attention._column_shape = ColumnShape(*one)
-            measure(f"attention {one}")
-        attention._column_shape = None
+    if batch <= FEW:
+        kinds = [("grouped", one) for one in grouped_shapes(shape)] + [
+            ("columns", ColumnShape(*c)) for c in COLUMNS
+        ]
+        own_gluon = attention.has_gluon
+        for kind, one in kinds:
+            if time.monotonic() > deadline:
+                break
+            try:
+                error = check_attention(shape, batch, **{"grouped" if kind == "grouped" else "column": one})
+            except Exception as problem:
+                print(f"{kind} {tuple(one)}: {type(problem).__name__}: {str(problem)[:150]}", flush=True)
+                continue
+            attention.has_gluon = kind == "grouped"
+            attention._grouped_shape, attention._column_shape = (
+                (one, None) if kind == "grouped" else (None, one)
+            )
+            verdict = "" if error < MAX_ERROR else " WRONG"
+            measure(f"{kind} {tuple(one)} error {error:.1e}{verdict}")
+        attention.has_gluon, attention._grouped_shape, attention._column_shape = own_gluon, None, None
+        replays.record()
         return found
     best_shape, fastest = None, usual
     for one in attention_shapes(batch):

@@ -299,6 +299,7 @@ class ModelRunner(Worker):
             advance = tables.computed, tables.last_token
             most = self.config.max_num_seqs
             fused, reason = fused_cuda_decoder(decoder, self.platform, max_tokens=most, advance=advance)
+            tables.prepare_decode = None if fused is None else fused.prepare
         if reason is not None and self.config.deterministic:
             raise ConfigError(f"--deterministic needs steps that are one native call: {reason}")
         if reason is not None:

@@ -21,7 +21,7 @@ from atom.kernels.triton.decode_linear import (
     head,
 )
 from atom.kernels.triton.decode_parts import ACTIVATIONS, compact
-from atom.kernels.triton.decode_step import choose, embed
+from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
 from atom.kernels.triton.decode_table import load_table
 from atom.model_ops.dense_decoder import DenseDecoder, DenseLayer, FusedDecoder
 from atom.model_ops.layernorm import RMSNorm
@@ -174,7 +174,7 @@ class FusedCudaDecoder(FusedDecoder):
         linears = [a for one in self._layers for a in (one.qkv, one.output, one.gate_up, one.down)]
         self._linear.reserve(list(dict.fromkeys(a.shape for a in linears)), max_tokens)
         attention = [layer.attention for layer in self._layers]
-        self._attention = DecodeAttention(device, attention, max_tokens, uses_pdl)
+        self._attention = DecodeAttention(device, attention, max_tokens, uses_pdl, has_gluon=has_gluon)
 
         def room(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros((max_tokens, *shape), dtype=dtype, device=device)
@@ -199,6 +199,9 @@ class FusedCudaDecoder(FusedDecoder):
         self._wants_logits, self._num_valid_ids = True, vocab
         self._advance = advance
         self._is_advanced = False
+        self._embedded: torch.Tensor | None = (
+            None  # ids of the step under way, where its launch embedded them
+        )
 
     def begin(self, head: HeadWork) -> None:
         self.want_logits(not head.is_argmax)
@@ -229,6 +232,24 @@ class FusedCudaDecoder(FusedDecoder):
             head.result_bytes = self._results
         head.is_advanced = self._is_advanced
 
+    def prepare(
+        self,
+        packed: torch.Tensor,
+        computed: torch.Tensor,
+        last_token: torch.Tensor,
+        tables: torch.Tensor,
+        n: int,
+        *options: int | bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """As ``prepare_decode``; the launch embeds the step's tokens too, which :meth:`forward` then need not do."""
+        embedding = None
+        if n <= self.max_tokens:
+            rooms = (self._x[:n], self._cos[:n], self._sin[:n], self._keys[:n])
+            embedding = Embedding(self._table, self._ropes, *rooms, self._embed_scale)
+        inputs = prepare_decode(packed, computed, last_token, tables, n, *options, embedding)
+        self._embedded = None if embedding is None else inputs[1]
+        return inputs
+
     def takes(self, context: ForwardContext, num_tokens: int) -> bool:
         metadata = context.attn_metadata.get(self._layers[0].name)
         return (
@@ -249,7 +270,9 @@ class FusedCudaDecoder(FusedDecoder):
         linear = self._linear
         following = [layer.qkv.norm for layer in self._layers[1:]] + [None]
         next_x, scaled = self._scaled[:n], None
-        embed(input_ids, positions, self._table, self._ropes, x, cos, sin, keys, self._embed_scale)
+        if self._embedded is not input_ids:
+            embed(input_ids, positions, self._table, self._ropes, x, cos, sin, keys, self._embed_scale)
+        self._embedded = None
         for index, layer in enumerate(self._layers):
             metadata = context.attn_metadata[layer.name]
             cache = context.kv_cache_data[layer.name]

@@ -5,9 +5,10 @@ import torch
 
 from atom.benchmarks.decode_launches import SHAPES
 from atom.benchmarks.decode_tune import Layers, choices_of
+from atom.benchmarks.decode_variants import check_attention, grouped_shapes
 from atom.config import Config
 from atom.kernels.reference import decode as reference
-from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
+from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables, column_shape
 from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
 from atom.kernels.triton.decode_parts import LOWEST
 from atom.kernels.triton.decode_step import choose
@@ -92,6 +93,17 @@ def test_norms_half_done_by_the_launch_before(shape, num_tokens):
         assert error(out, wide) < BOUND, f"{before} -> {after}"
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_attention_of_very_few_sequences(shape, batch):
+    """Contexts from 1 to 2,000, each kernel that may serve them."""
+    column = column_shape(AttentionLayer(shape.num_heads, shape.num_kv_heads, shape.head_dim, 1.0, 0, 0))
+    assert check_attention(shape, batch, column=column) < BOUND
+    if IS_HOPPER:
+        for grouped in grouped_shapes(shape):
+            assert check_attention(shape, batch, grouped=grouped) < BOUND, grouped
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_attention_of_real_shapes(shape, batch):
@@ -117,7 +129,7 @@ def test_attention_of_real_shapes(shape, batch):
             qk_norm=norm, eps=1e-6,
         )  # fmt: skip
         layer = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=norm, eps=1e-6)
-        run = DecodeAttention(torch.device("cuda"), [layer], 64, IS_HOPPER)
+        run = DecodeAttention(torch.device("cuda"), [layer], 64, IS_HOPPER, has_gluon=IS_HOPPER)
         step = StepTables(
             tables,
             None,

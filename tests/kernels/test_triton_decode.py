@@ -23,7 +23,7 @@ from atom.kernels.triton.decode_linear import (
     token_class,
 )
 from atom.kernels.triton.decode_parts import ACTIVATIONS, LOWEST, compact
-from atom.kernels.triton.decode_step import choose, embed, final_norm, prepare_decode
+from atom.kernels.triton.decode_step import Embedding, choose, embed, final_norm, prepare_decode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -196,7 +196,8 @@ class Case:
         self.cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
         self.sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
 
-    def check(self, *, splits=None, rows=True, scales=None, bound=None, **fields):
+    def check(self, *, splits=None, rows=True, scales=None, bound=None, launch=None, **fields):
+        """``launch``: what the launcher is built with, other than the portable kernel for few sequences."""
         bound = bound or BOUND[self.qkv.dtype]
         heads, kv_heads, dim = self.shape
         layer = AttentionLayer(
@@ -216,7 +217,8 @@ class Case:
             self.qkv, keys, values, self.tables, self.lens, self.slots, self.cos, self.sin, num_heads=heads,
             scale=dim**-0.5, eps=1e-6, scales=tuple(float(s) for s in scales or (1.0, 1.0)), **fields,
         )  # fmt: skip
-        run = DecodeAttention(self.qkv.device, [layer], len(self.lens), column_shape=ColumnShape(2, 4, 64, 6))
+        launch = launch or {"column_shape": ColumnShape(2, 4, 64, 6)}
+        run = DecodeAttention(self.qkv.device, [layer], len(self.lens), **launch)
         run._partial.fill_(float("nan"))
         run._stats.fill_(float("nan"))
         out = torch.full_like(wanted, float("nan"))
@@ -383,3 +385,22 @@ def test_prepared_inputs_of_padded_rows():
     assert positions.tolist() == [14, 9, 0] and lens.tolist() == [15, 10, 0]
     assert cu.tolist() == [0, 1, 2, 3]
     assert slots.tolist() == [[11 * 4 + 2, 2 * 4 + 1, -1], [31 * 4 + 2, 22 * 4 + 1, -1]]
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_a_launch_that_prepares_may_embed_too(is_padded):
+    tables = torch.arange(2 * 5 * 4, dtype=torch.int32, device=DEVICE).view(2, 5, 4)
+    computed = torch.tensor([9, 0, 14, 3, 6], dtype=torch.int32, device=DEVICE)
+    last_token = torch.tensor([10, 11, 12, 13, 14], device=DEVICE)
+    packed = torch.tensor([2, 0, 4, 1, 1, 1, 99], dtype=torch.int32, device=DEVICE)
+    given = packed, computed, last_token, tables, 3, 4, 4, is_padded
+    rope = torch.rand(2, 16, device=DEVICE), random(2, 16), torch.tensor([1.0, 1.5], device=DEVICE)
+    table = random(50, 48, dtype=HALF)
+    rooms = []
+    for _ in range(2):
+        x, angles = torch.empty(3, 48, dtype=HALF, device=DEVICE), torch.empty(2, 3, 2, 16, device=DEVICE)
+        rooms.append((x, *angles.unbind(), torch.zeros(3, dtype=torch.int64, device=DEVICE)))
+    apart, together = prepare_decode(*given), prepare_decode(*given, Embedding(table, rope, *rooms[0], 2.0))
+    embed(apart[1], apart[2], table, rope, *rooms[1], 2.0)
+    for found, wanted in zip((*together, *rooms[0]), (*apart, *rooms[1]), strict=True):
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)

@@ -16,11 +16,12 @@ EARLY = {
     "gemv_rows",
     "gemm_rows",
     "columns",
+    "grouped",
     "splits",
     "head_gemv",
 }  # load weights or keys before they wait
 CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:32")
-INDEPENDENT = {"_embed", "_prepare"}
+INDEPENDENT = {"_embed", "_prepare", "_prepare_and_embed"}
 
 
 def output_of(program, tmp_path, *arguments):
@@ -47,7 +48,7 @@ def test_decode_kernels_compile_for_sm_90(tmp_path):
         kernel = facts["kernel"]
         # The exact cosine of large angles keeps a table of 28 bytes on the stack.
         assert facts["spilled"] <= (
-            32 if kernel == "_embed" else 0
+            32 if kernel.endswith("_embed") else 0
         ), f"{name} spills {facts['spilled']} bytes"
         assert facts["shared"] <= 227 * 1024, f"{name} wants {facts['shared']} bytes of shared memory"
         if kernel in INDEPENDENT:

@@ -5,6 +5,7 @@ import torch
 
 from atom.config import Config
 from atom.kernels.registry import override_kernel
+from atom.model_ops import fused_cuda
 from atom.model_ops.fused_cuda import FusedCudaDecoder, fused_cuda_decoder, why_not
 from atom.platforms import get_platform
 from atom.sampling_params import SamplingParams
@@ -83,6 +84,31 @@ def test_a_fused_layer_is_five_launches(folders, monkeypatch):
     assert launches == [], "a prefill runs through the modules"
     runner.step(decode={"a": [3]})
     assert launches == ["_linear", "_attention", "_linear", "_linear", "_linear"] * 2
+
+
+def test_a_launch_that_prepares_a_step_embeds_it(folders, monkeypatch):
+    model = plain_model(folders["qwen3"])
+    embedded, logits = [], []
+    own_embed = fused_cuda.embed
+    monkeypatch.setattr(fused_cuda, "embed", lambda *a: (embedded.append(a[0]), own_embed(*a)))
+    for is_prepared in (False, True):
+        model.fused, _ = fused_cuda_decoder(model.dense_decoder(), CPU, max_tokens=8)
+        own_forward = model.fused.forward
+
+        def forward(ids, positions, own=own_forward, fused=model.fused):
+            packed = torch.cat((torch.arange(len(ids)), torch.ones(len(ids)))).int()
+            tables = torch.zeros(1, len(ids), 9, dtype=torch.int32)
+            inputs = fused.prepare(packed, positions.int(), ids, tables, len(ids), 99, 16, False)
+            assert torch.equal(inputs[1], ids) and torch.equal(inputs[2], positions)
+            return own(inputs[1], positions)
+
+        if is_prepared:
+            monkeypatch.setattr(model.fused, "forward", forward)
+        runner = PagedRunner(model, block_size=16)
+        runner.step(PROMPTS)
+        logits.append(torch.cat(list(runner.step(decode={"a": [5], "b": [6], "c": [7]}).values())))
+    assert torch.equal(*logits)
+    assert len(embedded) == 1, "the step that was not prepared"
 
 
 def test_what_is_not_fused_says_why(folders):

@@ -16,6 +16,7 @@ MAX_PROGRAMS = 1056  # that there is room for
 SPLITS = (16, 8, 4, 2)
 MAX_COLUMN_PROGRAMS = 264
 LONG = 1024  # keys beyond which few sequences split them instead of the value columns
+MAX_GROUPED_PROGRAMS = 132  # of the kernel for sm_90: one a multiprocessor
 
 
 class ColumnShape(NamedTuple):
@@ -25,6 +26,18 @@ class ColumnShape(NamedTuple):
     num_warps: int
     keys: int
     num_ahead: int
+
+
+class GroupedShape(NamedTuple):
+    """How the kernel for very few sequences on sm_90 is built: programs a kv head, warps, tiles ahead, registers.
+
+    A tile has 16 keys a warp; registers of a thread are limited so that a program starts beside others.
+    """
+
+    parts: int
+    num_warps: int
+    num_ahead: int
+    num_registers: int
 
 
 class SplitShape(NamedTuple):
@@ -73,6 +86,7 @@ class DecodeAttention:
         max_tokens: the most sequences of a step.
         column_shape: how the kernel for very few sequences is built; ``split_shape``, the one for batches; None
             chooses.
+        has_gluon: whether kernels for sm_90 run there; ``grouped_shape``, how theirs is built; None chooses.
     """
 
     def __init__(
@@ -83,8 +97,13 @@ class DecodeAttention:
         uses_pdl: bool = False,
         column_shape: ColumnShape | None = None,
         split_shape: SplitShape | None = None,
+        *,
+        has_gluon: bool = False,
+        grouped_shape: GroupedShape | None = None,
     ):
         self.uses_pdl = uses_pdl
+        self.has_gluon = has_gluon
+        self._grouped_shape = grouped_shape
         self._column_shape = column_shape
         self._split_shape = split_shape
         size, groups = 1, 1
@@ -102,6 +121,15 @@ class DecodeAttention:
         """The kernel where keys are not to be split; None where they are."""
         shape = self._column_shape or column_shape(layer)
         return shape if layer.num_heads * shape.parts * num_seqs <= MAX_COLUMN_PROGRAMS else None
+
+    def grouped_shape(
+        self, layer: AttentionLayer, num_seqs: int, dtype: torch.dtype, cache: torch.Tensor
+    ) -> GroupedShape | None:
+        """The kernel for sm_90 where it serves the layer; None where another one does."""
+        if not self.has_gluon or not fits_grouped(layer, dtype, cache.dtype, cache.shape[2]):
+            return None
+        shape = self._grouped_shape or grouped_shape(layer)
+        return shape if layer.num_kv_heads * shape.parts * num_seqs <= MAX_GROUPED_PROGRAMS else None
 
     def __call__(
         self,
@@ -128,6 +156,7 @@ class DecodeAttention:
         columns = None if splits else self.column_shape(layer, num_seqs)
         group = layer.num_heads // layer.num_kv_heads
         dim, page = layer.head_dim, keys.shape[2]
+        grouped = None if splits else self.grouped_shape(layer, num_seqs, qkv.dtype, keys)
         arguments = (
             qkv, keys, values, step.block_tables, step.rows, step.context_lens, step.slots, step.cos, step.sin,
             layer.qk_norm, layer.sinks, *(scales or (None, None)), out, self._partial, self._stats,
@@ -150,6 +179,15 @@ class DecodeAttention:
             "PDL": self.uses_pdl,
             **pdl_options(self.uses_pdl),
         }
+        if grouped is not None:
+            from atom.kernels.triton import decode_attend_gluon
+
+            decode_attend_gluon.grouped[(layer.num_kv_heads, grouped.parts, num_seqs)](
+                *arguments, **options,
+                PARTS=grouped.parts, AHEAD=grouped.num_ahead, LONG=LONG, ROWS=triton.next_power_of_2(group + 1),
+                NW=grouped.num_warps, num_warps=grouped.num_warps, maxnreg=grouped.num_registers,
+            )  # fmt: skip
+            return
         if columns is not None:
             kernels.columns[(layer.num_heads, columns.parts, num_seqs)](
                 *arguments, **options,
@@ -186,3 +224,18 @@ def column_shape(layer: AttentionLayer) -> ColumnShape:
     if layer.head_dim <= 64:
         return ColumnShape(4, 16, 128, 3)
     return ColumnShape(4, 8, 64, 6) if layer.num_heads <= 16 else ColumnShape(2, 16, 128, 3)
+
+
+def fits_grouped(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype, page: int) -> bool:
+    """Whether the kernel for sm_90 can serve a layer: 16-bit numbers, in the cache too, up to 8 query heads a group."""
+    group = layer.num_heads // layer.num_kv_heads
+    is_power = group & (group - 1) == 0 and page & (page - 1) == 0
+    is_half = dtype.itemsize == 2 and cache_dtype == dtype
+    return is_power and group <= 8 and layer.head_dim in (64, 128) and is_half
+
+
+def grouped_shape(layer: AttentionLayer) -> GroupedShape:
+    """The kernel for very few sequences on sm_90: three tiles are 384 keys; so many registers do without spills."""
+    if layer.head_dim <= 64:
+        return GroupedShape(4, 8, 3, 144)
+    return GroupedShape(8, 8, 3, 208)

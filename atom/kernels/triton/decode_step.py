@@ -1,5 +1,9 @@
 """What stands around the layers of a decode step: its inputs, the embedding, the final norm, the chosen ids."""
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -63,6 +67,7 @@ def prepare_decode(
     trash_row: int,
     block_size: int,
     is_padded: bool,
+    embedding: Embedding | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Inputs of a step that decodes one token of each of ``n`` sequences, in one launch.
 
@@ -71,6 +76,7 @@ def prepare_decode(
         computed: ``[R + 1]`` int32; last_token ``[R + 1]`` int64.
         tables: ``[groups, R + 1, columns]`` int32.
         is_padded: sequences of ``trash_row`` get length and position 0 and slot -1.
+        embedding: what :func:`embed` would do next is then done in the same launch.
 
     Returns:
         rows, input ids, positions ``[n]`` int64, cu_seqlens ``[n + 1]``, context_lens ``[n]`` int32, slots
@@ -82,19 +88,28 @@ def prepare_decode(
     slots = torch.empty((len(tables), even), dtype=whole, device=device)[:, :n]
     cu_seqlens = torch.empty(n + 1, dtype=torch.int32, device=device)
     context_lens = torch.empty(n, dtype=torch.int32, device=device)
-    block = min(128, triton.next_power_of_2(n))
-    _prepare[(triton.cdiv(n, block),)](
+    arguments = (
         packed, computed, last_token, tables, rows, input_ids, positions, cu_seqlens, context_lens, slots,
         n, slots.stride(0), trash_row, tables.stride(0), tables.stride(1),
-        GROUPS=len(tables), PAGE=block_size, IS_PADDED=is_padded, BLOCK=block, num_warps=1,
     )  # fmt: skip
+    options = {"GROUPS": len(tables), "PAGE": block_size, "IS_PADDED": is_padded}
+    if embedding is not None:
+        e = embedding
+        _prepare_and_embed[(n,)](
+            *arguments, e.table, *e.rope, e.x, e.cos, e.sin, e.keys, e.scale, len(e.table),
+            **options, **_embed_options(e.table, e.rope, e.scale), num_warps=4,
+        )  # fmt: skip
+    else:
+        block = min(128, triton.next_power_of_2(n))
+        _prepare[(triton.cdiv(n, block),)](*arguments, **options, BLOCK=block, num_warps=1)
     return rows, input_ids, positions, cu_seqlens, context_lens, slots
 
 
 @triton.jit
-def _embed(
-    input_ids,
-    positions,
+def _embed_token(
+    token,
+    index,
+    position,
     table,
     inv_freq,  # [ROPES, DIM] fp32
     sign,  # [ROPES, DIM] fp32: the factor of sin
@@ -111,8 +126,6 @@ def _embed(
     DIM: tl.constexpr,
     IS_SCALED: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    index = tl.load(input_ids + token)
     index = tl.minimum(tl.maximum(index, 0), num_rows - 1)
     for start in tl.static_range(0, H, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -120,15 +133,101 @@ def _embed(
         if IS_SCALED:
             value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
         tl.store(x + token * H + column, value, mask=column < H)
-    position = tl.load(positions + token).to(tl.float32)
     channel = tl.arange(0, DIM)
     for rope in tl.static_range(ROPES):
-        angle = position * tl.load(inv_freq + rope * DIM + channel)
+        angle = position.to(tl.float32) * tl.load(inv_freq + rope * DIM + channel)
         place = (token * ROPES + rope) * DIM + channel
         # Rounded to the model's dtype, as its own rotation is.
         tl.store(cos + place, (tl.cos(angle) * tl.load(factor + rope)).to(cos.dtype.element_ty))
         tl.store(sin + place, (tl.sin(angle) * tl.load(sign + rope * DIM + channel)).to(sin.dtype.element_ty))
     tl.store(keys + token, LOWEST)
+
+
+@triton.jit
+def _embed(
+    input_ids,
+    positions,
+    table,
+    inv_freq,
+    sign,
+    factor,
+    x,
+    cos,
+    sin,
+    keys,
+    scale,
+    num_rows,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROPES: tl.constexpr,
+    DIM: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    _embed_token(
+        token, tl.load(input_ids + token), tl.load(positions + token), table, inv_freq, sign, factor, x, cos, sin,
+        keys, scale, num_rows, H, BLOCK, ROPES, DIM, IS_SCALED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _prepare_and_embed(
+    packed,
+    computed,
+    last_token,
+    tables,
+    rows,
+    input_ids,
+    positions,
+    cu_seqlens,
+    context_lens,
+    slots,
+    n,
+    slot_stride,
+    trash_row,
+    group_stride,
+    table_stride,
+    table,
+    inv_freq,
+    sign,
+    factor,
+    x,
+    cos,
+    sin,
+    keys,
+    scale,
+    num_rows,
+    GROUPS: tl.constexpr,
+    PAGE: tl.constexpr,
+    IS_PADDED: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROPES: tl.constexpr,
+    DIM: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+):
+    """``_prepare`` for one sequence a program, and what ``_embed`` does for its token."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(packed + token).to(tl.int64)
+    query_len = tl.load(packed + n + token)
+    start = tl.load(computed + row)
+    index = tl.load(last_token + row)
+    is_live = (row != trash_row) | (not IS_PADDED)
+    start = tl.where(is_live, start, 0)
+    tl.store(rows + token, row)
+    tl.store(input_ids + token, index)
+    tl.store(positions + token, start.to(tl.int64))
+    tl.store(context_lens + token, tl.where(is_live, start + query_len, 0))
+    tl.store(cu_seqlens + token, token.to(tl.int32))
+    tl.store(cu_seqlens + n, n)
+    for group in tl.static_range(GROUPS):
+        block = tl.load(tables + group * group_stride + row * table_stride + start // PAGE)
+        slot = block.to(tl.int64) * PAGE + start % PAGE
+        tl.store(slots + group * slot_stride + token, tl.where(is_live, slot, -1))
+    _embed_token(
+        token, index, start, table, inv_freq, sign, factor, x, cos, sin, keys, scale, num_rows, H, BLOCK, ROPES,
+        DIM, IS_SCALED,
+    )  # fmt: skip
 
 
 def embed(
@@ -154,13 +253,30 @@ def embed(
             ``dim`` a power of two.
         x: ``[n, hidden_size]``, written; cos, sin ``[n, ropes, dim]``, keys ``[n]`` int64 alike.
     """
-    inv_freq, sign, factor = rope
-    hidden_size = table.shape[1]
-    block = min(1024, triton.next_power_of_2(hidden_size))
     _embed[(len(input_ids),)](
-        input_ids, positions, table, inv_freq, sign, factor, x, cos, sin, keys, scale, len(table),
-        H=hidden_size, BLOCK=block, ROPES=len(factor), DIM=inv_freq.shape[1], IS_SCALED=scale != 1.0, num_warps=4,
+        input_ids, positions, table, *rope, x, cos, sin, keys, scale, len(table),
+        **_embed_options(table, rope, scale), num_warps=4,
     )  # fmt: skip
+
+
+class Embedding(NamedTuple):
+    """What :func:`embed` takes beside ids and positions: rows of ``x``, ``cos``, ``sin``, ``keys`` for every token."""
+
+    table: torch.Tensor
+    rope: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    x: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    keys: torch.Tensor
+    scale: float = 1.0
+
+
+def _embed_options(
+    table: torch.Tensor, rope: tuple[torch.Tensor, ...], scale: float
+) -> dict[str, int | bool]:
+    hidden_size, (ropes, dim) = table.shape[1], rope[0].shape
+    block = min(1024, triton.next_power_of_2(hidden_size))
+    return {"H": hidden_size, "BLOCK": block, "ROPES": ropes, "DIM": dim, "IS_SCALED": scale != 1.0}
 
 
 @triton.jit

@@ -4,6 +4,7 @@ Row ``R`` (the last) is the trash row: padded rows of recorded graphs point at i
 cannot overwrite a live row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,8 @@ class DeviceTables:
         block_tables: per cache group ``[R + 1, max_blocks]`` int32.
         computed: ``[R + 1]`` int32, positions whose KV is written.
         last_token: ``[R + 1]`` int64, the id sampled last, input of the next decode step.
+        prepare_decode: stands in for ``decode_step.prepare_decode`` where whoever runs the steps does more in that
+            launch.
     """
 
     def __init__(
@@ -62,9 +65,8 @@ class DeviceTables:
         self.block_size = block_size
         self.trash_row = num_rows
         self.device = device
-        self._prepares = (
-            device.type == "cuda"
-        )  # whether kernels of our own take the place of tensor operations
+        self._prepares = device.type == "cuda"  # whether our own kernels take the place of tensor operations
+        self.prepare_decode: Callable[..., tuple[torch.Tensor, ...]] | None = None
         self._tables = torch.zeros((num_groups, num_rows + 1, max_blocks), dtype=torch.int32, device=device)
         self.block_tables = list(self._tables.unbind())
         self.computed = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
@@ -188,7 +190,8 @@ class DeviceTables:
         """What :meth:`derive` gives for a step of one token a sequence, in one launch."""
         from atom.kernels.triton.decode_step import prepare_decode
 
-        rows, input_ids, positions, cu_seqlens, context_lens, slots = prepare_decode(
+        prepare = self.prepare_decode or prepare_decode
+        rows, input_ids, positions, cu_seqlens, context_lens, slots = prepare(
             packed,
             self.computed,
             self.last_token,

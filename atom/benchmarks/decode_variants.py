@@ -12,18 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 from atom.benchmarks.decode_launches import DecodeShape, Recorder, record_step
-from atom.kernels.triton.decode_attend import ColumnShape, SplitShape
+from atom.kernels.triton.decode_attend import BatchShape, ColumnShape, SplitShape, WarpShape
 from atom.kernels.triton.decode_linear import Choice, LinearShape, default_choice, token_class
 
 MEAN_CONTEXT = 256  # of the workload
 COLUMNS = (  # parts, warps, keys of a tile, tiles ahead; for one sequence
     (4, 8, 64, 6), (4, 8, 128, 3), (4, 8, 128, 2), (4, 16, 128, 3), (4, 16, 256, 1), (2, 16, 128, 3), (2, 8, 64, 6),
 )  # fmt: skip
-SPLITS = {  # by the most sequences: splits, keys, warps, stages, tiles sent ahead
-    16: ((4, 64, 4, 3, 2), (4, 64, 4, 3, 0), (8, 64, 4, 3, 0), (4, 64, 8, 3, 2), (4, 32, 4, 5, 4), (8, 32, 4, 5, 1),
-         (2, 64, 4, 5, 3)),
-    64: ((1, 64, 4, 3, 2), (1, 64, 4, 3, 0), (1, 64, 4, 5, 4), (1, 64, 8, 5, 4), (1, 32, 4, 5, 6), (2, 32, 4, 5, 3),
-         (2, 32, 4, 5, 0)),
+BATCH_SHAPES = {  # by the most sequences
+    16: (SplitShape(8, 64, 4, 3), *(WarpShape(*one) for one in ((2, 16, 4, 3, 128), (4, 16, 4, 2, 128),
+         (8, 16, 2, 2, 128), (4, 16, 4, 1, 128)))),
+    64: (SplitShape(1, 64, 4, 3), *(WarpShape(*one) for one in ((1, 16, 4, 2, 128), (1, 16, 4, 3, 128),
+         (2, 16, 4, 2, 128), (1, 16, 8, 1, 128)))),
 }  # fmt: skip
 AHEAD = (128, 512, 1024)  # columns of a weight sent to the L2 cache before the wait
 BLOCKS = {  # what else is tried for a shape's loop: rows, columns a step, splits, stages
@@ -49,8 +49,8 @@ def linear_shapes(shape: DecodeShape) -> list[LinearShape]:
     ]
 
 
-def attention_shapes(batch: int) -> list[SplitShape]:
-    return [SplitShape(*one) for one in SPLITS[16 if batch <= 16 else 64]]
+def attention_shapes(batch: int) -> tuple[BatchShape, ...]:
+    return BATCH_SHAPES[16 if batch <= 16 else 64]
 
 
 def ahead_table(shape: DecodeShape, batch: int, ahead: int) -> Table:
@@ -83,7 +83,7 @@ def record_variants(recorder: Recorder, shape: DecodeShape, batch: int) -> None:
             record_step(recorder, shape, batch, column_shape=ColumnShape(*one))
         return
     for one in attention_shapes(batch):
-        record_step(recorder, shape, batch, split_shape=one)
+        record_step(recorder, shape, batch, batch_shape=one)
     tables = [ahead_table(shape, batch, ahead) for ahead in AHEAD]
     for table in (*tables, *block_tables(shape, batch).values()):
         record_step(recorder, shape, batch, table=table)
@@ -118,10 +118,10 @@ def time_variants(
         return found
     best_shape, fastest = None, usual
     for one in attention_shapes(batch):
-        attention._split_shape = one
-        if measure(f"attention {tuple(one)}") < fastest:
-            best_shape, fastest = one, found[f"attention {tuple(one)}"]
-    attention._split_shape = None
+        attention._batch_shape = one
+        if measure(f"attention {one}") < fastest:
+            best_shape, fastest = one, found[f"attention {one}"]
+    attention._batch_shape = None
     fused._halves_norms = False
     measure("whole norms")
     fused._halves_norms = True
@@ -140,9 +140,9 @@ def time_variants(
     linear._table = own_table
     for table in best_tables:
         linear._table = linear._table | table
-    attention._split_shape = best_shape
+    attention._batch_shape = best_shape
     measure(f"together: {best_shape} and {len(best_tables)} tables", is_last=True)
-    linear._table, attention._split_shape = own_table, None
+    linear._table, attention._batch_shape = own_table, None
     fused._attention = lambda *args, **options: None
     measure("no attention", is_last=True)
     fused._attention = attention

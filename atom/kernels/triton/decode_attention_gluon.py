@@ -110,8 +110,8 @@ def _add_shares(
     totals = ()
     sums = ()
     for i in gl.static_range(SPLITS):
-        mask = (member < GROUP) & (i < num_active)
         at = base + i * GROUP + member
+        mask = (member < GROUP) & (at < base + num_active * GROUP)
         place = partial + at[:, None] * DIM + channel[None, :]
         peaks = peaks + (gl.load(stats + at * 2, mask=mask, other=_NEVER, cache_modifier=".cg"),)
         totals = totals + (gl.load(stats + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"),)
@@ -254,7 +254,7 @@ def warp_splits(
         total = gl.where(has_new, 1.0, gl.zeros_like(best))
         zeros = gl.zeros([NW, DIM, N], gl.float32, MMA)
         acc = gl.where(has_new[:, None, :], value.to(gl.float32)[None, :, :] + zeros, 0.0)
-        q = q[None, :, :].broadcast_to(NW, DIM, N)
+        q, _ = gl.broadcast(q[None, :, :], gl.zeros([NW, DIM, N], dtype, RIGHT))
         of_warp = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA))) * SHARE
         index = gl.arange(0, SHARE, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
         within = of_warp[:, None] + index[None, :]

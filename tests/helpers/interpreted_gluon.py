@@ -7,8 +7,12 @@ import importlib.util
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
+
+from atom.kernels.triton import decode_attend
 
 IMPORTS = {
     "from triton.experimental import gluon\n": "import triton as gluon\n",
@@ -33,6 +37,15 @@ def interpreted(module, folder: Path):
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
+
+
+def use_batch_kernel(monkeypatch, folder: Path):
+    """Let batches of decode attention run as on sm_90, through the interpreter where there is no device."""
+    if not torch.cuda.is_available():
+        own = interpreted(decode_attend.decode_attention_gluon, folder)
+        monkeypatch.setattr(decode_attend, "decode_attention_gluon", own)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("compiled for sm_90 alone")
 
 
 def _tensor(array, dtype):

@@ -31,7 +31,7 @@ from atom.kernels.triton.decode_linear import (
 )
 from atom.kernels.triton.decode_parts import ACTIVATIONS, LOWEST, compact
 from atom.kernels.triton.decode_step import choose, embed, final_norm, prepare_decode
-from tests.helpers.interpreted_gluon import interpreted
+from tests.helpers.interpreted_gluon import use_batch_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -293,12 +293,7 @@ def test_an_fp8_cache_holds_its_largest_number_instead_of_nan(splits):
 
 @pytest.fixture
 def has_gluon(tmp_path, monkeypatch):
-    """The kernel for sm_90, through the interpreter where there is no such device."""
-    if DEVICE == "cpu":
-        own = interpreted(decode_attend.decode_attention_gluon, tmp_path)
-        monkeypatch.setattr(decode_attend, "decode_attention_gluon", own)
-    elif torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("compiled for sm_90 alone")
+    use_batch_kernel(monkeypatch, tmp_path)
 
 
 WARP_SHAPES = [

@@ -88,7 +88,7 @@ class DecodeAttention:
         max_tokens: the most sequences of a step.
         has_gluon: whether kernels for sm_90 run there.
         column_shape: how the kernel for very few sequences is built; None chooses.
-        batch_shape: which kernel for batches, and how it is built; None chooses.
+        batch_shape: which kernel for batches serves any number of sequences, and how it is built; None chooses.
     """
 
     def __init__(
@@ -146,7 +146,8 @@ class DecodeAttention:
             ValueError: there is no room for the partial results of so many splits.
         """
         num_seqs = len(qkv)
-        columns = None if splits else self.column_shape(layer, num_seqs)
+        is_batch = splits is not None or self._batch_shape is not None
+        columns = None if is_batch else self.column_shape(layer, num_seqs)
         group = layer.num_heads // layer.num_kv_heads
         dim, page = layer.head_dim, keys.shape[2]
         first = (
@@ -217,11 +218,15 @@ def batch_shape(layer: AttentionLayer, num_seqs: int, has_gluon: bool) -> BatchS
 
 
 def warp_shape(layer: AttentionLayer, num_seqs: int) -> WarpShape:
-    """One wave of two programs a multiprocessor, each with up to 64 KB of keys and values on their way."""
+    """One wave of two programs a multiprocessor, each with up to 64 KB of keys and values on their way.
+
+    ``python -m atom.benchmarks.decode_chain --attention`` times what else there is.
+    """
     num_groups = num_seqs * layer.num_kv_heads
     splits = next((s for s in SPLITS if num_groups * s <= PROGRAMS), 1)
-    stages = min(4, max(2, 256 // layer.head_dim))
-    return WarpShape(splits, 16, 4, stages, 128)
+    num_stages = max(1, min(4, 256 // layer.head_dim))
+    is_small = layer.head_dim <= 128 and layer.num_heads // layer.num_kv_heads <= 8
+    return WarpShape(splits, 16, 4, num_stages, 128 if is_small else 0)
 
 
 def split_shape(layer: AttentionLayer, num_seqs: int) -> SplitShape:

@@ -19,17 +19,15 @@ _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_
 
 
 @gluon.jit
-def _send(
-    table, keys, values, key_slot, value_slot, begin, first, stop, head,
-    KV_HEADS: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr,
+def _rows_of(
+    table, begin, first, stop, head,
+    WARPS: gl.constexpr, SHARE: gl.constexpr, KV_HEADS: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Let the tile whose keys begin at ``begin`` be copied to shared memory, zeros where there are none."""
-    WARPS: gl.constexpr = key_slot.shape[0]
-    SHARE: gl.constexpr = key_slot.shape[1]
+    """Where the keys ``[WARPS, SHARE]`` of the tile at ``begin`` lie in the cache, and which of them there are."""
     LINES: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, LINES))
     index = gl.arange(0, SHARE, layout=gl.SliceLayout(0, LINES))
-    channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     of_warp = begin + warp * SHARE
     token = of_warp[:, None] + index[None, :]
     inside = (token >= first) & (token < stop)
@@ -40,6 +38,13 @@ def _send(
     else:
         block = gl.load(table + token // PAGE, mask=inside, other=0).to(gl.int64)
         row = ((block * KV_HEADS + head) * PAGE + token % PAGE) * DIM
+    return row, inside
+
+
+@gluon.jit
+def _send(keys, values, key_slot, value_slot, row, inside, DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    """Let a tile be copied to shared memory, zeros where there is no key."""
+    channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     place = row[:, :, None] + channel[None, None, :]
     mask = inside[:, :, None] & (channel < DIM)[None, None, :]
     _copy(key_slot, keys + place, mask=mask)
@@ -181,29 +186,11 @@ def warp_splits(
     kv_head = gl.program_id(0)
     seq = gl.program_id(1).to(gl.int64)
     split = gl.program_id(2)
+    # What no other load waits for is on its way first.
     length = gl.load(context_lens + seq)
-    old = gl.maximum(length - 1, 0)
-    first = 0
-    origin = 0
-    if WINDOW > 0:
-        first = gl.maximum(length - WINDOW, 0)
-        origin = first // SHARE * SHARE
-    part = gl.maximum(gl.cdiv(gl.cdiv(length - origin, SPLITS), SHARE), 1) * SHARE
-    num_active = gl.maximum(gl.cdiv(length - origin, part), 1)
-    start = origin + split * part
-    stop = gl.minimum(start + part, old)
     table_row = seq
     if HAS_ROWS:
         table_row = gl.load(rows + seq)
-    table = tables + table_row * table_stride
-
-    key_tiles = gl.allocate_shared_memory(dtype, [STAGES, NW, SHARE, DIM], TILES)
-    value_tiles = gl.allocate_shared_memory(dtype, [STAGES, NW, SHARE, DIM], TILES)
-    for ahead in gl.static_range(STAGES):
-        _send(
-            table, keys, values, key_tiles.index(ahead), value_tiles.index(ahead), start + ahead * TILE, first,
-            stop, kv_head, KV_HEADS, PAGE, DIM, COPY,
-        )  # fmt: skip
     piece = gl.arange(0, PIECES, layout=gl.SliceLayout(1, ROW))
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROW))
     partner = gl.where(channel < ROTARY, (channel + ROTARY // 2) % ROTARY, channel)
@@ -216,10 +203,35 @@ def warp_splits(
     if HAS_NORM:
         norm = gl.load(qk_norm + of_piece[:, None] * DIM + channel[None, :])
         norm_other = gl.load(qk_norm + of_piece[:, None] * DIM + partner[None, :])
+    old = gl.maximum(length - 1, 0)
+    first = 0
+    origin = 0
+    if WINDOW > 0:
+        first = gl.maximum(length - WINDOW, 0)
+        origin = first // SHARE * SHARE
+    part = gl.maximum(gl.cdiv(gl.cdiv(length - origin, SPLITS), SHARE), 1) * SHARE
+    start = origin + split * part
+    stop = gl.minimum(start + part, old)
+    table = tables + table_row * table_stride
+    tile_rows = ()
+    insides = ()
+    for ahead in gl.static_range(STAGES):
+        row, inside = _rows_of(
+            table, start + ahead * TILE, first, stop, kv_head, NW, SHARE, KV_HEADS, PAGE, DIM, COPY
+        )
+        tile_rows = tile_rows + (row,)
+        insides = insides + (inside,)
+    key_tiles = gl.allocate_shared_memory(dtype, [STAGES, NW, SHARE, DIM], TILES)
+    value_tiles = gl.allocate_shared_memory(dtype, [STAGES, NW, SHARE, DIM], TILES)
+    for ahead in gl.static_range(STAGES):
+        _send(
+            keys, values, key_tiles.index(ahead), value_tiles.index(ahead), tile_rows[ahead], insides[ahead], DIM,
+            COPY,
+        )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if split < num_active:
+    if (split == 0) | (start < length):
         # The group's queries, the new key and the new value are rows of one tensor.
         from_row = qkv + seq * (HEADS + 2 * KV_HEADS) * DIM
         from_row += (gl.where(piece > GROUP, key_row + KV_HEADS, of_piece) * DIM)[:, None]
@@ -234,7 +246,7 @@ def warp_splits(
         is_query = (piece < GROUP)[:, None]
         turned = gl.where((piece > GROUP)[:, None], own, turned)
         pieces = gl.where(is_query, turned, _finite(turned)).to(dtype)
-        is_owner = (split == num_active - 1) & (length > 0)  # of the step's own token
+        is_owner = (length > start) & (old < start + part)  # of the step's own token
         if is_owner & (slot >= 0):
             target = (((slot // PAGE) * KV_HEADS + kv_head) * PAGE + slot % PAGE) * DIM + channel
             target = target[None, :] + (piece * 0)[:, None]
@@ -265,8 +277,8 @@ def warp_splits(
             scores = mma_v2(key_tiles.index(stage).load(LEFT), q, scores)
             scores = _scaled(scores, scale, soft_cap, HAS_SOFT_CAP)
             token = start + i * TILE + within
-            inside = (token >= first) & (token < stop)
-            scores = gl.where(inside[:, :, None], scores, float("-inf"))
+            visible = (token >= first) & (token < stop)
+            scores = gl.where(visible[:, :, None], scores, float("-inf"))
             higher = gl.maximum(best, gl.max(scores, 1))
             weight = gl.exp2(scores - higher[:, None, :])
             shrink = gl.exp2(best - higher)
@@ -274,10 +286,12 @@ def warp_splits(
             tile = value_tiles.index(stage).permute([0, 2, 1]).load(LEFT)
             acc = mma_v2(tile, gl.convert_layout(weight.to(dtype), RIGHT), acc * shrink[:, None, :])
             best = higher
+            tile_row, is_there = _rows_of(
+                table, start + (i + STAGES) * TILE, first, stop, kv_head, NW, SHARE, KV_HEADS, PAGE, DIM, COPY
+            )
             _send(
-                table, keys, values, key_tiles.index(stage), value_tiles.index(stage),
-                start + (i + STAGES) * TILE, first, stop, kv_head, KV_HEADS, PAGE, DIM, COPY,
-            )  # fmt: skip
+                keys, values, key_tiles.index(stage), value_tiles.index(stage), tile_row, is_there, DIM, COPY
+            )
         async_copy.wait_group(0)
         # Every warp's sums, then a thread adds up some columns of theirs.
         of_sums = gl.allocate_shared_memory(gl.float32, [NW * N, DIM], PLAIN)
@@ -294,11 +308,12 @@ def warp_splits(
             totals = totals + (of_totals.slice(other_warp * N, MEMBERS).load(gl.SliceLayout(1, WIDE)),)
             sums = sums + (of_sums.slice(other_warp * N, MEMBERS).load(WIDE),)
         peak, whole, summed = _add_up(peaks, totals, sums, NW)
-        if num_active == 1:
+        if length - origin <= part:
             _store_result(
                 out, sinks, summed, peak, whole, length, seq, kv_head, HAS_SINKS, HEADS, GROUP, DIM, WIDE
             )
         else:
+            num_active = gl.cdiv(length - origin, part)
             group = seq * KV_HEADS + kv_head
             base = group * SPLITS * GROUP
             member = gl.arange(0, MEMBERS, layout=gl.SliceLayout(1, WIDE))

@@ -225,8 +225,7 @@ def warp_shape(layer: AttentionLayer, num_seqs: int) -> WarpShape:
     num_groups = num_seqs * layer.num_kv_heads
     splits = next((s for s in SPLITS if num_groups * s <= PROGRAMS), 1)
     num_stages = max(1, min(4, 256 // layer.head_dim))
-    is_small = layer.head_dim <= 128 and layer.num_heads // layer.num_kv_heads <= 8
-    return WarpShape(splits, 16, 4, num_stages, 128 if is_small else 0)
+    return WarpShape(splits, 16, 4, num_stages, 0)
 
 
 def split_shape(layer: AttentionLayer, num_seqs: int) -> SplitShape:

@@ -69,6 +69,19 @@ def _slot_row(slots, seq, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM:
 
 
 @triton.jit
+def _add_keys(q, tile, value, visible, best, total, acc, soft_cap, HAS_SOFT_CAP: tl.constexpr):
+    """One step of the online softmax of one head: ``q [DIM]``, ``tile [TILE, DIM]``, ``value [TILE, width]``."""
+    score = _capped(tl.sum(tile.to(tl.float32) * q[None, :], 1), soft_cap, HAS_SOFT_CAP)
+    score = tl.where(visible, score, float("-inf"))
+    higher = tl.maximum(best, tl.max(score, 0))
+    shrink = tl.exp2(best - higher)
+    weight = tl.exp2(score - higher)
+    total = total * shrink + tl.sum(weight, 0)
+    acc = acc * shrink + tl.sum(weight[:, None] * value.to(tl.float32), 0)
+    return higher, total, acc
+
+
+@triton.jit
 def columns(
     qkv,
     keys,
@@ -205,14 +218,7 @@ def columns(
             row = _block_rows(table, token, inside, kv_head, KV_HEADS, PAGE, DIM)
             tile = tl.load(keys + row[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
             value = tl.load(values + row[:, None] + width[None, :], mask=inside[:, None], other=0.0)
-            score = _capped(tl.sum(tile.to(tl.float32) * q[None, :], 1), soft_cap, HAS_SOFT_CAP)
-            score = tl.where(inside, score, float("-inf"))
-            higher = tl.maximum(best, tl.max(score, 0))
-            shrink = tl.exp2(best - higher)
-            weight = tl.exp2(score - higher)
-            total = total * shrink + tl.sum(weight, 0)
-            acc = acc * shrink + tl.sum(weight[:, None] * value.to(tl.float32), 0)
-            best = higher
+            best, total, acc = _add_keys(q, tile, value, inside, best, total, acc, soft_cap, HAS_SOFT_CAP)
         if HAS_SINKS:
             total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - best)
         result = acc * of_value / total
@@ -231,14 +237,7 @@ def columns(
             row = _block_rows(table, token, inside, kv_head, KV_HEADS, PAGE, DIM)
             tile = tl.load(keys + row[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
             value = tl.load(values + row[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
-            score = _capped(tl.sum(tile.to(tl.float32) * q[None, :], 1), soft_cap, HAS_SOFT_CAP)
-            score = tl.where(inside, score, float("-inf"))
-            higher = tl.maximum(best, tl.max(score, 0))
-            shrink = tl.exp2(best - higher)
-            weight = tl.exp2(score - higher)
-            total = total * shrink + tl.sum(weight, 0)
-            wide = wide * shrink + tl.sum(weight[:, None] * value.to(tl.float32), 0)
-            best = higher
+            best, total, wide = _add_keys(q, tile, value, inside, best, total, wide, soft_cap, HAS_SOFT_CAP)
         base = (seq * HEADS + head) * PARTS
         tl.store(partial + (base + part) * DIM + channel, wide)
         tl.store(stats + (base + part) * 2, best)

@@ -2,6 +2,7 @@
 
     python -m atom.benchmarks.decode_chain [--models qwen3-0.6b ...] [--batches 1 8 32] [--plain] [--parts] [--json OUT]
     python -m atom.benchmarks.decode_chain --variants [--models ...] [--batches ...]
+    python -m atom.benchmarks.decode_chain --attention [--models ...] [--batches 8 32 64] [--budget S]
     python -m atom.benchmarks.decode_chain --tune [--models ...]
 
 A workload is the peers' decode_bN: N sequences with a prompt of 128 tokens, 256 tokens out. ``graph`` is the device
@@ -26,7 +27,7 @@ from typing import Any
 from atom.benchmarks.decode_launches import SHAPES, compile_side_by_side, launches_of, record_step
 
 MODELS = Path(__file__).parent / "models"
-BATCHES = (1, 8, 32)
+BATCHES, ATTENTION_BATCHES = (1, 8, 32), (8, 32, 64)
 PROMPT_TOKENS, NEW_TOKENS = 128, 256
 READ_BANDWIDTH = 4438e9  # bytes a second of an H200, measured
 TARGETS = {  # milliseconds a token, first and final
@@ -355,19 +356,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [shape.name for shape in SHAPES]
     parser.add_argument("--models", nargs="+", choices=names, default=names)
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--batches", nargs="+", type=int, help="default 1 8 32, for --attention 8 32 64")
     parser.add_argument("--plain", action="store_true", help="time the modules too")
     parser.add_argument("--parts", action="store_true", help="time steps without attention and without head")
     parser.add_argument("--variants", action="store_true", help="time recorded steps with other block sizes")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of a model for its variants")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=60.0,
+        help="seconds of a model for its variants, of --attention for all",
+    )
     parser.add_argument("--compile-only", action="store_true", help="compile what would be timed, and stop")
+    parser.add_argument(
+        "--attention", action="store_true", help="check and time attention of batches in every form"
+    )
     parser.add_argument("--tune", action="store_true", help="measure block sizes and keep them")
     parser.add_argument("--json", type=Path, help="where all figures go")
     parser.add_argument(
         "--one", action="store_true", help=argparse.SUPPRESS
     )  # this process runs the models itself
     args = parser.parse_args()
+    args.batches = args.batches or list(ATTENTION_BATCHES if args.attention else BATCHES)
     shapes = [shape for shape in SHAPES if shape.name in args.models]
+    if args.attention:
+        from atom.benchmarks import decode_batches
+
+        decode_batches.time_attention(args.models, args.batches, args.budget, args.compile_only)
+        return
     if args.tune:
         from atom.benchmarks.decode_tune import tune
 

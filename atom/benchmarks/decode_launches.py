@@ -91,7 +91,7 @@ def record_step(
     uses_pdl: bool = True,
     cache_dtype: torch.dtype = torch.bfloat16,
     column_shape: Any = None,
-    split_shape: Any = None,
+    batch_shape: Any = None,
     grouped_shape: Any = None,
     table: dict[Any, Any] | None = None,
     halves_norms: bool = True,
@@ -125,9 +125,8 @@ def record_step(
     qk_norm = empty(heads + kv_heads, dim) if shape.has_qk_norm else None
     attention = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=qk_norm, eps=1e-6)
     attend = DecodeAttention(
-        META, [attention], 64, uses_pdl, column_shape, split_shape,
-        has_gluon=has_gluon and column_shape is None, grouped_shape=grouped_shape,
-    )  # fmt: skip
+        META, [attention], 64, uses_pdl, has_gluon, column_shape, batch_shape, grouped_shape
+    )
     cache = empty(999, kv_heads, 16, dim, dtype=cache_dtype)
     scale = empty(1, dtype=torch.float32)
     angles = empty(n, 1, dim), empty(n, 1, dim)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from atom.benchmarks.decode_launches import DecodeShape, Recorder, record_step
-from atom.kernels.triton.decode_attend import ColumnShape, GroupedShape, SplitShape
+from atom.kernels.triton.decode_attend import BatchShape, ColumnShape, GroupedShape, SplitShape, WarpShape
 from atom.kernels.triton.decode_linear import Choice, LinearShape, default_choice, token_class
 
 MAX_ERROR = 1e-2  # of bf16 against fp32, as a share of the norm
@@ -21,16 +21,16 @@ COLUMNS = (  # parts, warps, keys of a tile, tiles ahead; for one sequence
     (4, 8, 64, 6), (4, 8, 128, 3), (4, 8, 128, 2), (4, 16, 128, 3), (4, 16, 256, 1), (2, 16, 128, 3), (2, 8, 64, 6),
 )  # fmt: skip
 GROUPED = (  # parts, warps, tiles ahead, registers; for one or two sequences
-    (8, 8, 3, 192), (8, 8, 3, 168), (8, 8, 3, 144), (8, 8, 2, 168), (8, 8, 2, 144), (8, 8, 2, 128), (4, 8, 3, 192),
-    (4, 8, 2, 144), (8, 4, 5, 255), (8, 4, 4, 255), (4, 4, 4, 255),
+    (8, 8, 3, 208), (8, 8, 3, 192), (8, 8, 3, 168), (8, 8, 3, 144), (8, 8, 2, 168), (8, 8, 2, 144), (8, 8, 2, 128),
+    (4, 8, 3, 192), (4, 8, 3, 144), (4, 8, 2, 144), (8, 4, 5, 255), (8, 4, 4, 255), (4, 4, 4, 255),
 )  # fmt: skip
 FEW = 2  # sequences up to which attention is of these two kinds
 CONTEXTS = (1, 2, 16, 17, 100, 128, 129, 200, 255, 256, 257, 320, 384, 385, 513, 1024, 1025, 1026, 1500, 2000)
-SPLITS = {  # by the most sequences: splits, keys, warps, stages, tiles sent ahead
-    16: ((4, 64, 4, 3, 2), (4, 64, 4, 3, 0), (8, 64, 4, 3, 0), (4, 64, 8, 3, 2), (4, 32, 4, 5, 4), (8, 32, 4, 5, 1),
-         (2, 64, 4, 5, 3)),
-    64: ((1, 64, 4, 3, 2), (1, 64, 4, 3, 0), (1, 64, 4, 5, 4), (1, 64, 8, 5, 4), (1, 32, 4, 5, 6), (2, 32, 4, 5, 3),
-         (2, 32, 4, 5, 0)),
+BATCH_SHAPES = {  # by the most sequences
+    16: (SplitShape(8, 64, 4, 3), *(WarpShape(*one) for one in ((2, 16, 4, 3, 128), (4, 16, 4, 2, 128),
+         (8, 16, 2, 2, 128), (4, 16, 4, 1, 128)))),
+    64: (SplitShape(1, 64, 4, 3), *(WarpShape(*one) for one in ((1, 16, 4, 2, 128), (1, 16, 4, 3, 128),
+         (2, 16, 4, 2, 128), (1, 16, 8, 1, 128)))),
 }  # fmt: skip
 AHEAD = (128, 512, 1024)  # columns of a weight sent to the L2 cache before the wait
 BLOCKS = {  # what else is tried for a shape's loop: rows, columns a step, splits, stages
@@ -56,8 +56,8 @@ def linear_shapes(shape: DecodeShape) -> list[LinearShape]:
     ]
 
 
-def attention_shapes(batch: int) -> list[SplitShape]:
-    return [SplitShape(*one) for one in SPLITS[16 if batch <= 16 else 64]]
+def attention_shapes(batch: int) -> tuple[BatchShape, ...]:
+    return BATCH_SHAPES[16 if batch <= 16 else 64]
 
 
 def grouped_shapes(shape: DecodeShape) -> list[GroupedShape]:
@@ -81,7 +81,7 @@ def check_attention(shape: DecodeShape, batch: int, column: Any = None, grouped:
     norm = 1 + random(heads + kv_heads, dim, scale=0.1) if shape.has_qk_norm else None
     layer = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=norm, eps=1e-6)
     run = DecodeAttention(
-        device, [layer], 64, True, column, has_gluon=grouped is not None, grouped_shape=grouped
+        device, [layer], 64, True, grouped is not None, column_shape=column, grouped_shape=grouped
     )
     worst = 0.0
     for number, context in enumerate(CONTEXTS):
@@ -146,7 +146,7 @@ def record_variants(recorder: Recorder, shape: DecodeShape, batch: int) -> None:
             record_step(recorder, shape, batch, grouped_shape=one)
         return
     for one in attention_shapes(batch):
-        record_step(recorder, shape, batch, split_shape=one)
+        record_step(recorder, shape, batch, batch_shape=one)
     tables = [ahead_table(shape, batch, ahead) for ahead in AHEAD]
     for table in (*tables, *block_tables(shape, batch).values()):
         record_step(recorder, shape, batch, table=table)
@@ -177,7 +177,6 @@ def time_variants(
         kinds = [("grouped", one) for one in grouped_shapes(shape)] + [
             ("columns", ColumnShape(*c)) for c in COLUMNS
         ]
-        own_gluon = attention.has_gluon
         for kind, one in kinds:
             if time.monotonic() > deadline:
                 break
@@ -186,21 +185,20 @@ def time_variants(
             except Exception as problem:
                 print(f"{kind} {tuple(one)}: {type(problem).__name__}: {str(problem)[:150]}", flush=True)
                 continue
-            attention.has_gluon = kind == "grouped"
             attention._grouped_shape, attention._column_shape = (
                 (one, None) if kind == "grouped" else (None, one)
             )
             verdict = "" if error < MAX_ERROR else " WRONG"
             measure(f"{kind} {tuple(one)} error {error:.1e}{verdict}")
-        attention.has_gluon, attention._grouped_shape, attention._column_shape = own_gluon, None, None
+        attention._grouped_shape = attention._column_shape = None
         replays.record()
         return found
     best_shape, fastest = None, usual
     for one in attention_shapes(batch):
-        attention._split_shape = one
-        if measure(f"attention {tuple(one)}") < fastest:
-            best_shape, fastest = one, found[f"attention {tuple(one)}"]
-    attention._split_shape = None
+        attention._batch_shape = one
+        if measure(f"attention {one}") < fastest:
+            best_shape, fastest = one, found[f"attention {one}"]
+    attention._batch_shape = None
     fused._halves_norms = False
     measure("whole norms")
     fused._halves_norms = True
@@ -219,9 +217,9 @@ def time_variants(
     linear._table = own_table
     for table in best_tables:
         linear._table = linear._table | table
-    attention._split_shape = best_shape
+    attention._batch_shape = best_shape
     measure(f"together: {best_shape} and {len(best_tables)} tables", is_last=True)
-    linear._table, attention._split_shape = own_table, None
+    linear._table, attention._batch_shape = own_table, None
     fused._attention = lambda *args, **options: None
     measure("no attention", is_last=True)
     fused._attention = attention

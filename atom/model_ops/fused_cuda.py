@@ -174,7 +174,7 @@ class FusedCudaDecoder(FusedDecoder):
         linears = [a for one in self._layers for a in (one.qkv, one.output, one.gate_up, one.down)]
         self._linear.reserve(list(dict.fromkeys(a.shape for a in linears)), max_tokens)
         attention = [layer.attention for layer in self._layers]
-        self._attention = DecodeAttention(device, attention, max_tokens, uses_pdl, has_gluon=has_gluon)
+        self._attention = DecodeAttention(device, attention, max_tokens, uses_pdl, has_gluon)
 
         def room(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros((max_tokens, *shape), dtype=dtype, device=device)

@@ -104,9 +104,12 @@ def test_attention_of_very_few_sequences(shape, batch):
             assert check_attention(shape, batch, grouped=grouped) < BOUND, grouped
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8, 64])
+@pytest.mark.parametrize("has_gluon", [False, True], ids=["portable", "sm_90"])
+@pytest.mark.parametrize("batch", [1, 3, 8, 64, 256])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_attention_of_real_shapes(shape, batch):
+def test_attention_of_real_shapes(shape, batch, has_gluon):
+    if has_gluon and not IS_HOPPER:
+        pytest.skip("compiled for sm_90 alone")
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     for longest in (300, 2500):
         lens = [longest - 37 * i if longest > 37 * i else 5 for i in range(batch)]
@@ -129,7 +132,7 @@ def test_attention_of_real_shapes(shape, batch):
             qk_norm=norm, eps=1e-6,
         )  # fmt: skip
         layer = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=norm, eps=1e-6)
-        run = DecodeAttention(torch.device("cuda"), [layer], 64, IS_HOPPER, has_gluon=IS_HOPPER)
+        run = DecodeAttention(torch.device("cuda"), [layer], 256, IS_HOPPER, has_gluon)
         step = StepTables(
             tables,
             None,

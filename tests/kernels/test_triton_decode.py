@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from atom.kernels.reference import decode as reference
-from atom.kernels.triton.decode_attend import AttentionLayer, ColumnShape, DecodeAttention, StepTables
+from atom.kernels.triton import decode_attend
+from atom.kernels.triton.decode_attend import (
+    AttentionLayer,
+    ColumnShape,
+    DecodeAttention,
+    StepTables,
+    WarpShape,
+)
 from atom.kernels.triton.decode_linear import (
     MEASURED,
     NEED_GLUON,
@@ -24,6 +31,7 @@ from atom.kernels.triton.decode_linear import (
 )
 from atom.kernels.triton.decode_parts import ACTIVATIONS, LOWEST, compact
 from atom.kernels.triton.decode_step import Embedding, choose, embed, final_norm, prepare_decode
+from tests.helpers.interpreted_gluon import use_batch_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -278,6 +286,69 @@ def test_an_fp8_cache_holds_its_largest_number_instead_of_nan(splits):
     case.check(splits=splits, scales=scales, bound=2e-2)
     case.qkv[0] *= 1e30
     case.check(splits=splits, scales=scales, bound=2e-2)
+
+
+@pytest.fixture
+def has_gluon(tmp_path, monkeypatch):
+    use_batch_kernel(monkeypatch, tmp_path)
+
+
+WARP_SHAPES = [
+    WarpShape(1, 16, 2, 2, 0),
+    WarpShape(3, 16, 1, 3, 0),
+    WarpShape(2, 16, 4, 1, 128),
+    WarpShape(2, 32, 1, 2, 0),
+]
+
+
+@pytest.mark.parametrize("shape", WARP_SHAPES, ids=str)
+def test_attention_of_warps_equals_its_twin(shape, has_gluon):
+    torch.manual_seed(6)
+    Case(LENS, HALF).check(launch={"batch_shape": shape})
+    Case([70, 3], HALF, rotary=8).check(launch={"batch_shape": shape}, rows=False)
+    norm = torch.linspace(0.5, 1.5, 6 * 16, device=DEVICE).view(6, 16)
+    Case([130, 33], HALF).check(launch={"batch_shape": shape}, window=40, qk_norm=norm)
+
+
+@pytest.mark.parametrize("heads", [2, 6, 16, 18])
+def test_attention_of_warps_takes_groups_of_any_size(heads, has_gluon):
+    torch.manual_seed(7)
+    sinks = torch.linspace(-1.0, 2.0, heads, device=DEVICE)
+    Case([50, 0, 1], HALF, heads=heads).check(
+        launch={"batch_shape": WARP_SHAPES[0]}, sinks=sinks, soft_cap=2.0
+    )
+
+
+def test_attention_of_warps_stores_zero_for_what_is_not_finite(has_gluon):
+    case = Case([20, 20], HALF)
+    case.qkv[0, -1] = float("nan")
+    case.check(launch={"batch_shape": WARP_SHAPES[1]})
+
+
+def test_a_scaled_cache_of_a_batch_is_read_by_the_portable_kernel():
+    torch.manual_seed(8)
+    scales = tuple(torch.tensor([s], device=DEVICE) for s in (0.25, 2.0))
+    Case([40, 9], torch.float32).check(launch={"batch_shape": WARP_SHAPES[0]}, scales=scales)
+
+
+def test_splits_that_there_is_no_room_for_are_refused():
+    layer = AttentionLayer(4, 2, 16, 0.25, 16, 0)
+    run = DecodeAttention(torch.device("cpu"), [layer], 300, batch_shape=WarpShape(4, 16, 4, 2, 0))
+    tables = torch.zeros(300, 2, dtype=torch.int32)
+    cos = torch.ones(300, 1, 16)
+    step = StepTables(tables, None, tables[:, 0], tables[:, 0], cos, cos)
+    cache, qkv = torch.zeros(4, 2, 16, 16), torch.zeros(300, 8 * 16)
+    with pytest.raises(ValueError, match="300 sequences of 2 kv heads in 4 splits are 2400 programs"):
+        run(qkv, layer, cache, cache, step, torch.zeros(300, 64))
+
+
+@pytest.mark.parametrize("num_seqs", [1, 8, 32, 64, 65, 256])
+@pytest.mark.parametrize("has_gluon_", [True, False])
+def test_shapes_of_batches_have_room_for_their_partial_results(num_seqs, has_gluon_):
+    for heads, dim in ((8, 128), (2, 64), (1, 256), (32, 128)):
+        layer = AttentionLayer(heads, heads, dim, 1.0, dim, 0)
+        shape = decode_attend.batch_shape(layer, num_seqs, has_gluon_)
+        assert shape.splits == 1 or heads * num_seqs * shape.splits <= decode_attend.MAX_PROGRAMS
 
 
 def test_long_contexts_of_few_sequences_are_split_over_keys(monkeypatch):

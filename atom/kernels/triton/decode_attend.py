@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 import triton
 
-from atom.kernels.triton import decode_fused_attention as kernels
+from atom.kernels.triton import decode_attention_gluon, decode_fused_attention
 from atom.kernels.triton.decode_parts import pdl_options
 
 PROGRAMS = 264  # two for each of 132 multiprocessors, which run at once
-MAX_PROGRAMS = 1056  # that there is room for
+MAX_PROGRAMS = 2112  # whose partial results there is room for
 SPLITS = (16, 8, 4, 2)
 MAX_COLUMN_PROGRAMS = 264
 LONG = 1024  # keys beyond which few sequences split them instead of the value columns
@@ -41,13 +41,28 @@ class GroupedShape(NamedTuple):
 
 
 class SplitShape(NamedTuple):
-    """How the kernel for batches is built: programs a kv head, keys of a tile, warps, stages, tiles sent ahead."""
+    """How the kernel for batches is built: programs a kv head, keys of a tile, warps, stages."""
 
     splits: int
     keys: int
     num_warps: int
     num_stages: int
-    num_sent: int
+
+
+class WarpShape(NamedTuple):
+    """How the kernel for batches on sm_90 is built: programs a kv head, keys of a warp's tile, warps, tiles ahead.
+
+    ``max_registers`` of a thread leave room for more programs on a multiprocessor; 0: as the compiler likes.
+    """
+
+    splits: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    max_registers: int
+
+
+BatchShape = SplitShape | WarpShape
 
 
 @dataclass(slots=True)
@@ -84,9 +99,10 @@ class DecodeAttention:
 
     Args:
         max_tokens: the most sequences of a step.
-        column_shape: how the kernel for very few sequences is built; ``split_shape``, the one for batches; None
-            chooses.
-        has_gluon: whether kernels for sm_90 run there; ``grouped_shape``, how theirs is built; None chooses.
+        has_gluon: whether kernels for sm_90 run there.
+        column_shape: how the portable kernel for very few sequences is built; None chooses, also between kernels.
+        batch_shape: which kernel for batches serves any number of sequences, and how it is built; None chooses.
+        grouped_shape: how the kernel for very few sequences on sm_90 is built; None chooses.
     """
 
     def __init__(
@@ -95,17 +111,16 @@ class DecodeAttention:
         layers: list[AttentionLayer],
         max_tokens: int,
         uses_pdl: bool = False,
-        column_shape: ColumnShape | None = None,
-        split_shape: SplitShape | None = None,
-        *,
         has_gluon: bool = False,
+        column_shape: ColumnShape | None = None,
+        batch_shape: BatchShape | None = None,
         grouped_shape: GroupedShape | None = None,
     ):
         self.uses_pdl = uses_pdl
-        self.has_gluon = has_gluon
+        self._has_gluon = has_gluon
         self._grouped_shape = grouped_shape
         self._column_shape = column_shape
-        self._split_shape = split_shape
+        self._batch_shape = batch_shape
         size, groups = 1, 1
         for layer in layers:
             group = layer.num_heads // layer.num_kv_heads
@@ -126,7 +141,8 @@ class DecodeAttention:
         self, layer: AttentionLayer, num_seqs: int, dtype: torch.dtype, cache: torch.Tensor
     ) -> GroupedShape | None:
         """The kernel for sm_90 where it serves the layer; None where another one does."""
-        if not self.has_gluon or not fits_grouped(layer, dtype, cache.dtype, cache.shape[2]):
+        is_portable = not self._has_gluon or self._column_shape is not None
+        if is_portable or not fits_grouped(layer, dtype, cache.dtype, cache.shape[2]):
             return None
         shape = self._grouped_shape or grouped_shape(layer)
         return shape if layer.num_kv_heads * shape.parts * num_seqs <= MAX_GROUPED_PROGRAMS else None
@@ -151,23 +167,30 @@ class DecodeAttention:
             out: ``[n, heads * head_dim]``; zeros for a sequence of context length 0.
             scales: of the cache, key's and value's ``[1]`` fp32: what is stored is the value over its scale.
             splits: programs that share the keys of a kv head, whatever the number of sequences; None chooses.
+
+        Raises:
+            ValueError: there is no room for the partial results of so many splits.
         """
         num_seqs = len(qkv)
-        columns = None if splits else self.column_shape(layer, num_seqs)
+        is_batch = splits is not None or self._batch_shape is not None
+        columns = None if is_batch else self.column_shape(layer, num_seqs)
         group = layer.num_heads // layer.num_kv_heads
         dim, page = layer.head_dim, keys.shape[2]
-        grouped = None if splits else self.grouped_shape(layer, num_seqs, qkv.dtype, keys)
-        arguments = (
+        grouped = None if is_batch else self.grouped_shape(layer, num_seqs, qkv.dtype, keys)
+        first = (
             qkv, keys, values, step.block_tables, step.rows, step.context_lens, step.slots, step.cos, step.sin,
-            layer.qk_norm, layer.sinks, *(scales or (None, None)), out, self._partial, self._stats,
-            self._arrivals, layer.scale, layer.soft_cap or 0.0, layer.eps, step.block_tables.stride(0), layer.rope,
+            layer.qk_norm, layer.sinks,
         )  # fmt: skip
+        rest = (
+            out, self._partial, self._stats, self._arrivals, layer.scale, layer.soft_cap or 0.0, layer.eps,
+            step.block_tables.stride(0), layer.rope,
+        )  # fmt: skip
+        arguments = (*first, *(scales or (None, None)), *rest)
         options = {
             "HAS_ROWS": step.rows is not None,
             "HAS_NORM": layer.qk_norm is not None,
             "HAS_SINKS": layer.sinks is not None,
             "HAS_SOFT_CAP": layer.soft_cap is not None,
-            "HAS_SCALES": scales is not None,
             "WINDOW": layer.window or 0,
             "KV_HEADS": layer.num_kv_heads,
             "GROUP": group,
@@ -183,38 +206,73 @@ class DecodeAttention:
             from atom.kernels.triton import decode_attend_gluon
 
             decode_attend_gluon.grouped[(layer.num_kv_heads, grouped.parts, num_seqs)](
-                *arguments, **options,
+                *arguments, **options, HAS_SCALES=scales is not None,
                 PARTS=grouped.parts, AHEAD=grouped.num_ahead, LONG=LONG, ROWS=triton.next_power_of_2(group + 1),
                 NW=grouped.num_warps, num_warps=grouped.num_warps, maxnreg=grouped.num_registers,
             )  # fmt: skip
             return
         if columns is not None:
-            kernels.columns[(layer.num_heads, columns.parts, num_seqs)](
-                *arguments, **options,
+            decode_fused_attention.columns[(layer.num_heads, columns.parts, num_seqs)](
+                *arguments, **options, HAS_SCALES=scales is not None,
                 PARTS=columns.parts, TILE=columns.keys, AHEAD=columns.num_ahead, LONG=LONG,
                 num_warps=columns.num_warps, num_stages=1,
             )  # fmt: skip
             return
-        shape = self._split_shape or split_shape(layer, num_seqs)
+        is_plain = scales is None and keys.dtype is qkv.dtype and page % 16 == 0
+        shape = self._batch_shape or batch_shape(layer, num_seqs, self._has_gluon)
+        if isinstance(shape, WarpShape) and not is_plain:
+            shape = split_shape(layer, num_seqs)
         if splits is not None:
             shape = shape._replace(splits=splits)
-        kernels.splits[(layer.num_kv_heads, num_seqs, shape.splits)](
-            *arguments, **options,
+        num_programs = layer.num_kv_heads * num_seqs * shape.splits
+        if shape.splits > 1 and num_programs > MAX_PROGRAMS:
+            raise ValueError(
+                f"{num_seqs} sequences of {layer.num_kv_heads} kv heads in {shape.splits} splits are "
+                f"{num_programs} programs, more than {MAX_PROGRAMS}"
+            )
+        grid = (layer.num_kv_heads, num_seqs, shape.splits)
+        if isinstance(shape, WarpShape):
+            if shape.max_registers:
+                options["maxnreg"] = shape.max_registers
+            decode_attention_gluon.warp_splits[grid](
+                *first, *rest, **options,
+                MEMBERS=triton.next_power_of_2(group), N=max(8, triton.next_power_of_2(group)),
+                PIECES=triton.next_power_of_2(group + 2), SPLITS=shape.splits, SHARE=shape.keys,
+                STAGES=shape.num_stages, NW=shape.num_warps, num_warps=shape.num_warps,
+            )  # fmt: skip
+            return
+        decode_fused_attention.splits[grid](
+            *arguments, **options, HAS_SCALES=scales is not None,
             GROUP_PAD=max(16, triton.next_power_of_2(group)), SPLITS=shape.splits, TILE=shape.keys,
-            SENT=shape.num_sent if self.uses_pdl else 0,
             num_warps=shape.num_warps, num_stages=shape.num_stages,
         )  # fmt: skip
 
 
-def split_shape(layer: AttentionLayer, num_seqs: int) -> SplitShape:
-    """The kernel for a batch. It depends on shapes alone, so a graph can hold it.
+def batch_shape(layer: AttentionLayer, num_seqs: int, has_gluon: bool) -> BatchShape:
+    """The kernel for a batch. It depends on shapes alone, so a graph can hold it."""
+    return warp_shape(layer, num_seqs) if has_gluon else split_shape(layer, num_seqs)
 
-    Few sequences gain from more programs than run at once; from 256 groups on one program a group was the fastest.
+
+def warp_shape(layer: AttentionLayer, num_seqs: int) -> WarpShape:
+    """One wave of two programs a multiprocessor, each with up to 64 KB of keys and values on their way.
+
+    ``python -m atom.benchmarks.decode_chain --attention`` times what else there is.
+    """
+    num_groups = num_seqs * layer.num_kv_heads
+    splits = next((s for s in SPLITS if num_groups * s <= PROGRAMS), 1)
+    num_stages = max(1, min(4, 256 // layer.head_dim))
+    return WarpShape(splits, 16, 4, num_stages, 0)
+
+
+def split_shape(layer: AttentionLayer, num_seqs: int) -> SplitShape:
+    """The portable kernel for a batch: few sequences gain from more programs than run at once.
+
+    From 256 groups on one program a group was the fastest.
     """
     num_groups = num_seqs * layer.num_kv_heads
     limit = 2 * PROGRAMS if num_groups <= PROGRAMS // 2 else PROGRAMS
     splits = next((s for s in SPLITS if num_groups * s <= limit), 1)
-    return SplitShape(splits, 32 if layer.head_dim > 128 else 64, 4, 3, 0)
+    return SplitShape(splits, 32 if layer.head_dim > 128 else 64, 4, 3)
 
 
 def column_shape(layer: AttentionLayer) -> ColumnShape:

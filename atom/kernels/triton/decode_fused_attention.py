@@ -6,14 +6,14 @@ that the first of them can be loaded before the wait for the projection.
 ``columns`` serves very few sequences: the programs of a query head score all keys and sum their share of the value
 columns, nothing is combined; long contexts are split over the same programs by keys. ``splits`` serves batches: a
 program has one kv head with all its query heads and a share of the keys; the last one adds the shares up in their
-order.
+order. On sm_90 ``decode_attention_gluon`` does the work of ``splits``.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from atom.kernels.triton.decode_parts import finite, send_to_l2
+from atom.kernels.triton.decode_parts import finite
 from atom.kernels.triton.kv_cache import stored
 
 _NEVER = tl.constexpr(-1.0e30)  # a maximum before any score: finite, so that no difference of two is NaN
@@ -66,6 +66,19 @@ def _turned(own, other, of_own, of_other, cos, sin, eps, DIM: tl.constexpr, HAS_
 def _slot_row(slots, seq, head, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr):
     slot = tl.load(slots + seq)
     return slot, (((slot // PAGE) * KV_HEADS + head) * PAGE + slot % PAGE) * DIM
+
+
+@triton.jit
+def _add_keys(q, tile, value, visible, best, total, acc, soft_cap, HAS_SOFT_CAP: tl.constexpr):
+    """One step of the online softmax of one head: ``q [DIM]``, ``tile [TILE, DIM]``, ``value [TILE, width]``."""
+    score = _capped(tl.sum(tile.to(tl.float32) * q[None, :], 1), soft_cap, HAS_SOFT_CAP)
+    score = tl.where(visible, score, float("-inf"))
+    higher = tl.maximum(best, tl.max(score, 0))
+    shrink = tl.exp2(best - higher)
+    weight = tl.exp2(score - higher)
+    total = total * shrink + tl.sum(weight, 0)
+    acc = acc * shrink + tl.sum(weight[:, None] * value.to(tl.float32), 0)
+    return higher, total, acc
 
 
 @triton.jit
@@ -205,14 +218,7 @@ def columns(
             row = _block_rows(table, token, inside, kv_head, KV_HEADS, PAGE, DIM)
             tile = tl.load(keys + row[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
             value = tl.load(values + row[:, None] + width[None, :], mask=inside[:, None], other=0.0)
-            score = _capped(tl.sum(tile.to(tl.float32) * q[None, :], 1), soft_cap, HAS_SOFT_CAP)
-            score = tl.where(inside, score, float("-inf"))
-            higher = tl.maximum(best, tl.max(score, 0))
-            shrink = tl.exp2(best - higher)
-            weight = tl.exp2(score - higher)
-            total = total * shrink + tl.sum(weight, 0)
-            acc = acc * shrink + tl.sum(weight[:, None] * value.to(tl.float32), 0)
-            best = higher
+            best, total, acc = _add_keys(q, tile, value, inside, best, total, acc, soft_cap, HAS_SOFT_CAP)
         if HAS_SINKS:
             total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - best)
         result = acc * of_value / total
@@ -231,14 +237,7 @@ def columns(
             row = _block_rows(table, token, inside, kv_head, KV_HEADS, PAGE, DIM)
             tile = tl.load(keys + row[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
             value = tl.load(values + row[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
-            score = _capped(tl.sum(tile.to(tl.float32) * q[None, :], 1), soft_cap, HAS_SOFT_CAP)
-            score = tl.where(inside, score, float("-inf"))
-            higher = tl.maximum(best, tl.max(score, 0))
-            shrink = tl.exp2(best - higher)
-            weight = tl.exp2(score - higher)
-            total = total * shrink + tl.sum(weight, 0)
-            wide = wide * shrink + tl.sum(weight[:, None] * value.to(tl.float32), 0)
-            best = higher
+            best, total, wide = _add_keys(q, tile, value, inside, best, total, wide, soft_cap, HAS_SOFT_CAP)
         base = (seq * HEADS + head) * PARTS
         tl.store(partial + (base + part) * DIM + channel, wide)
         tl.store(stats + (base + part) * 2, best)
@@ -314,13 +313,9 @@ def splits(
     ROPES: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
-    SENT: tl.constexpr,  # tiles behind the first that are sent to the L2 cache before the wait
     PDL: tl.constexpr,
 ):
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    LINES: tl.constexpr = (
-        DIM * keys.dtype.element_ty.primitive_bitwidth + 1023
-    ) // 1024  # of 128 bytes a key
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -348,13 +343,6 @@ def splits(
     row = _block_rows(table, token, inside, kv_head, KV_HEADS, PAGE, DIM)
     tile = tl.load(keys + row[None, :] + channel[:, None], mask=inside[None, :], other=0.0)
     value = tl.load(values + row[:, None] + channel[None, :], mask=inside[:, None], other=0.0)
-    if SENT > 0:
-        line = tl.arange(0, LINES) * (DIM // LINES)
-        for ahead in tl.static_range(1, SENT + 1):
-            token = start + ahead * TILE + index
-            row = _block_rows(table, token, token < stop, kv_head, KV_HEADS, PAGE, DIM)
-            send_to_l2(keys + row[:, None] + line[None, :])
-            send_to_l2(values + row[:, None] + line[None, :])
     c = _rotation(cos, seq, rope, channel, ROPES, ROTARY_PAD, ROTARY, 1.0)
     s = _rotation(sin, seq, rope, channel, ROPES, ROTARY_PAD, ROTARY, 0.0)
     slot, target = _slot_row(slots, seq, kv_head, KV_HEADS, PAGE, DIM)

@@ -1,0 +1,306 @@
+"""Attention of decode batches in every form there is: checked against its twin, then timed inside a chain of layers.
+
+``python -m atom.benchmarks.decode_chain --attention`` runs it. A chain is a few layers of the model's real shapes with
+weights and keys of their own, launched as serving launches them and replayed from a graph. A figure is the chain with
+attention less the chain without, in microseconds a layer: what a kernel hides of its neighbours is in it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from atom.benchmarks.decode_launches import (
+    META,
+    SHAPES,
+    DecodeShape,
+    Recorder,
+    compile_side_by_side,
+    launches_of,
+)
+from atom.errors import ConfigError
+from atom.kernels.triton.decode_attend import (
+    MAX_PROGRAMS,
+    AttentionLayer,
+    BatchShape,
+    DecodeAttention,
+    SplitShape,
+    StepTables,
+    WarpShape,
+    batch_shape,
+)
+from atom.kernels.triton.decode_linear import MAX_TOKENS, DecodeLinear, LinearArguments
+
+CONTEXTS = {256: (144, 208, 272, 336), 1100: (1040, 1160)}  # a figure is the mean over these lengths
+LONGEST = 1184
+PAGE = 16
+MIN_BATCH = 2  # one has a kernel of its own
+NUM_LAYERS = 6
+BOUND = 1e-2  # relative error of bf16 against fp32
+READ_BANDWIDTH = 4438e9  # bytes a second of an H200, measured
+OLD = {8: SplitShape(8, 64, 4, 3), 32: SplitShape(1, 64, 4, 3), 64: SplitShape(1, 64, 4, 3)}
+# Splits, keys of a warp, warps, stages, registers.
+FEW = (
+    (1, 16, 8, 1, 128), (1, 16, 8, 2, 128), (1, 16, 4, 4, 128), (2, 16, 4, 2, 128), (2, 16, 8, 1, 128),
+    (4, 16, 4, 1, 128), (4, 16, 4, 2, 128), (4, 16, 4, 3, 0), (4, 16, 2, 2, 128), (8, 16, 2, 2, 128),
+    (8, 16, 4, 2, 128), (16, 16, 4, 1, 0), (8, 16, 1, 4, 128),
+)  # fmt: skip
+MANY = (
+    (1, 16, 4, 1, 128), (1, 16, 4, 2, 128), (1, 16, 4, 3, 0), (2, 16, 4, 3, 0), (1, 16, 8, 1, 128),
+    (1, 16, 8, 2, 128), (1, 16, 2, 4, 128), (2, 16, 4, 1, 128), (2, 16, 4, 2, 128), (2, 16, 2, 2, 128),
+    (2, 16, 2, 4, 128), (4, 16, 2, 2, 128), (1, 16, 2, 2, 128),
+)  # fmt: skip
+
+
+def shapes_of(shape: DecodeShape, batch: int) -> list[BatchShape]:
+    """What is timed: the choice of serving first, the portable kernel, then what else fits."""
+    layer = attention_layer(shape, None)
+    tried = [batch_shape(layer, batch, True), OLD[min(OLD, key=lambda n: abs(n - batch))]]
+    tried += [WarpShape(*one) for one in (FEW if batch <= 16 else MANY)]
+    if shape.head_dim <= 64:  # tiles of half the size: more of them
+        tried += [WarpShape(*one[:3], 2 * one[3], one[4]) for one in (FEW if batch <= 16 else MANY)]
+    return [
+        one
+        for one in dict.fromkeys(tried)
+        if one.splits == 1 or one.splits * batch * shape.num_kv_heads <= MAX_PROGRAMS
+    ]
+
+
+def attention_layer(shape: DecodeShape, qk_norm: torch.Tensor | None) -> AttentionLayer:
+    dim = shape.head_dim
+    return AttentionLayer(
+        shape.num_heads, shape.num_kv_heads, dim, dim**-0.5, dim, 0, qk_norm=qk_norm, eps=1e-6
+    )
+
+
+class Chain:
+    """A few layers of a model for ``batch`` sequences; on ``META`` it only launches, for a recorder.
+
+    On a CPU, for tests, there is no dependent launch.
+    """
+
+    def __init__(
+        self,
+        shape: DecodeShape,
+        batch: int,
+        device: torch.device,
+        num_layers: int = NUM_LAYERS,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
+        self.shape, self.batch, self.device, self.dtype = shape, batch, device, dtype
+        hidden, dim, kv_heads = shape.hidden_size, shape.head_dim, shape.num_kv_heads
+        columns = -(-LONGEST // PAGE)
+        self.layers = []
+        for _ in range(num_layers):
+            linears = {
+                name: LinearArguments(
+                    self._random(rows, size, scale=size**-0.5),
+                    1 + self._random(size, scale=0.1) if has_norm else None,
+                    1e-6,
+                    None,
+                    activation,
+                )
+                for name, (rows, size, has_norm, activation) in shape.linears.items()
+            }
+            cache = [self._random(batch * columns + 1, kv_heads, PAGE, dim) for _ in range(2)]
+            self.layers.append((linears, cache))
+        qk_norm = 1 + self._random(shape.num_heads + kv_heads, dim, scale=0.1) if shape.has_qk_norm else None
+        self.attention = attention_layer(shape, qk_norm)
+        uses_pdl = device.type != "cpu"
+        self.linear = DecodeLinear(device, has_gluon=True, uses_pdl=uses_pdl)
+        self.attend = DecodeAttention(device, [self.attention], batch, uses_pdl, True)
+        self.linear.reserve([layer.shape for layer in self.layers[0][0].values()], batch)
+        self.x, self.next_x = (self._random(batch, hidden) for _ in range(2))
+        self.qkv = self._random(batch, shape.linears["qkv"][0])
+        self.attended = self._random(batch, shape.num_heads * dim)
+        self.gated = self._random(batch, shape.intermediate_size)
+        pages = torch.arange(batch * columns, device=device)
+        if device != META:
+            pages = torch.randperm(batch * columns, device=device)
+        self.tables = (pages + 1).int().view(batch, columns)
+        self.rows = torch.arange(batch, device=device)
+        self.lens = torch.ones(batch, dtype=torch.int32, device=device)
+        self.slots = torch.zeros(batch, dtype=torch.int64, device=device)
+        angle = self._random(batch, dim // 2).float()
+        self.cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)[:, None].contiguous()
+        self.sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)[:, None].contiguous()
+
+    def _random(self, *size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.empty(size, dtype=self.dtype, device=self.device).normal_().mul_(scale)
+
+    def set_lengths(self, lens: list[int]) -> None:
+        """Context lengths of the sequences; 0 is a padded row."""
+        self.lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        last = (self.lens.long() - 1).clamp(min=0)
+        block = self.tables.gather(1, (last // PAGE)[:, None])[:, 0].long()
+        self.slots.copy_(torch.where(self.lens > 0, block * PAGE + last % PAGE, -1))
+
+    def attend_layer(self, index: int = 0) -> None:
+        step = StepTables(self.tables, self.rows, self.lens, self.slots, self.cos, self.sin)
+        keys, values = self.layers[index][1]
+        self.attend(self.qkv, self.attention, keys, values, step, self.attended)
+
+    def run(self, has_attention: bool = True) -> None:
+        """One step, launched as ``FusedCudaDecoder`` does."""
+        scaled, x = None, self.x
+        for index, (layer, _) in enumerate(self.layers):
+            self.linear(x, layer["qkv"], self.qkv, waits=index > 0, scaled=scaled)
+            if has_attention:
+                self.attend_layer(index)
+            following = self.layers[index + 1][0]["qkv"].norm if index + 1 < len(self.layers) else None
+            norm = layer["gate_up"].norm
+            scaled = self.linear(self.attended, layer["o"], x, x, next_norm=norm, next_x=self.next_x)
+            self.linear(x, layer["gate_up"], self.gated, scaled=scaled)
+            scaled = self.linear(self.gated, layer["down"], x, x, next_norm=following, next_x=self.next_x)
+
+    def check(self, shape: BatchShape, wanted: torch.Tensor, cache: list[torch.Tensor]) -> str | None:
+        """What is wrong with the kernel of ``shape``; None: nothing."""
+        self.attend._batch_shape = shape
+        own = [tensor.clone() for tensor in self.layers[0][1]]
+        before, self.layers[0] = self.layers[0], (self.layers[0][0], own)
+        try:
+            for _ in range(3):
+                self.attended.fill_(float("nan"))
+                self.attend_layer()
+                error = float((self.attended.float() - wanted).norm() / wanted.norm())
+                if not error < BOUND:
+                    return f"error {error:.1e}"
+            stored = [
+                float((a.float() - b.float()).norm() / b.float().norm())
+                for a, b in zip(own, cache, strict=True)
+            ]
+            if not max(stored) < 1e-3:
+                return f"stored keys and values differ by {max(stored):.1e}"
+            return "arrivals are left behind" if bool(self.attend._arrivals.any()) else None
+        finally:
+            self.layers[0] = before
+
+    def twin(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What attention of layer 0 must write, in fp32, and the cache behind it."""
+        from atom.kernels.reference.decode import fused_attention
+
+        cache = [tensor.clone() for tensor in self.layers[0][1]]
+        wanted = fused_attention(
+            self.qkv.float(), *cache, self.tables, self.lens.tolist(), self.slots, self.cos[:, 0], self.sin[:, 0],
+            num_heads=self.shape.num_heads, scale=self.attention.scale, qk_norm=self.attention.qk_norm, eps=1e-6,
+        )  # fmt: skip
+        return wanted, cache
+
+    def record(self, has_attention: bool = True) -> Any:
+        """A graph of the step."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            self.run(has_attention)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                self.run(has_attention)
+        return graph
+
+    def time_us(self, graph: Any, length: int, replays: int = 12) -> float:
+        """Microseconds a layer of replays with contexts of ``length``: the best of three runs."""
+        self.set_lengths([length] * self.batch)
+        best = math.inf
+        for _ in range(3):
+            self.x.normal_()
+            graph.replay()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(replays):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) * 1e3 / replays / len(self.layers))
+        return best
+
+
+def record_launches(recorder: Recorder, shapes: list[DecodeShape], batches: list[int]) -> None:
+    """Let ``recorder`` see every kernel that will be timed."""
+    for shape in shapes:
+        for batch in batches:
+            chain = Chain(shape, batch, META, num_layers=2)
+            recorder.label = f"{shape.name} M={batch}"
+            chain.run(has_attention=False)
+            for one in shapes_of(shape, batch):
+                recorder.label = f"{shape.name} M={batch} {one}"
+                chain.attend._batch_shape = one
+                chain.attend_layer()
+
+
+def time_batch(shape: DecodeShape, batch: int, deadline: float) -> dict[BatchShape, dict[int, float]]:
+    """Microseconds of attention a layer, by form and context; what fails or is wrong is told and left out."""
+    chain = Chain(shape, batch, torch.device("cuda"))
+    lens = [(1 + 97 * i * i) % (LONGEST - 1) + 1 for i in range(batch)]
+    lens[0], lens[-1] = 0, LONGEST
+    chain.set_lengths(lens)
+    wanted, cache = chain.twin()
+    right = []
+    for one in shapes_of(shape, batch):  # before any step writes into the cache
+        try:
+            wrong = chain.check(one, wanted, cache)
+        except Exception as error:  # a form that does not fit the chip is no reason to stop
+            wrong = f"{type(error).__name__} {str(error)[:150]}"
+        if wrong is None:
+            right.append(one)
+        else:
+            print(f"{shape.name} b{batch} {one}: {wrong}", flush=True)
+    without = chain.time_us(chain.record(has_attention=False), LONGEST)
+    found: dict[BatchShape, dict[int, float]] = {}
+    for one in right:
+        if time.monotonic() > deadline:
+            print(f"{shape.name} b{batch}: no time for {one}", flush=True)
+            continue
+        chain.attend._batch_shape = one
+        graph = chain.record()
+        found[one] = {
+            context: sum(chain.time_us(graph, length) for length in lengths) / len(lengths) - without
+            for context, lengths in CONTEXTS.items()
+        }
+    print(f"{shape.name} b{batch}: {without:.2f} us a layer without attention", flush=True)
+    return found
+
+
+def table_of(
+    name: str, batch: int, floors: dict[int, float], found: dict[BatchShape, dict[int, float]]
+) -> str:
+    """The best forms of one batch, the choice of serving (marked) and the portable kernel among them."""
+    kept: dict[BatchShape, None] = {}
+    for context in CONTEXTS:
+        kept |= dict.fromkeys(sorted(found, key=lambda one: found[one][context])[:4])
+    kept |= dict.fromkeys(list(found)[:2])
+    head = ", ".join(f"{context}: floor {floor:.1f}" for context, floor in floors.items())
+    lines = [f"## {name} b{batch}, us a layer ({head})"]
+    for one in sorted(kept, key=lambda one: found[one][min(CONTEXTS)]):
+        mark = " <- serving" if one == next(iter(found)) else ""
+        figures = "  ".join(f"{found[one][context]:6.2f}" for context in CONTEXTS)
+        lines.append(f"  {figures}  {type(one).__name__}{tuple(one)}{mark}")
+    return "\n".join(lines)
+
+
+def time_attention(
+    models: list[str], batches: list[int], budget_s: float, compile_only: bool = False
+) -> None:
+    """Compile all forms side by side, check and time them, print a table a batch at the end."""
+    for batch in batches:
+        if not MIN_BATCH <= batch <= MAX_TOKENS:
+            raise ConfigError(f"--batches of --attention must be {MIN_BATCH} to {MAX_TOKENS}, got {batch}")
+    shapes = [shape for shape in SHAPES if shape.name in models]
+    compile_side_by_side(launches_of(lambda recorder: record_launches(recorder, shapes, batches)))
+    if compile_only:
+        return
+    began, tables = time.monotonic(), []
+    todo = [(shape, batch) for shape in shapes for batch in batches]
+    for number, (shape, batch) in enumerate(todo):
+        share = (began + budget_s - time.monotonic()) / (len(todo) - number)
+        found = time_batch(shape, batch, time.monotonic() + share)
+        kept = 4 * shape.num_kv_heads * shape.head_dim * batch
+        floors = {c: kept * sum(n) / len(n) / READ_BANDWIDTH * 1e6 for c, n in CONTEXTS.items()}
+        if found:
+            tables.append(table_of(shape.name, batch, floors, found))
+        torch.cuda.empty_cache()
+    print("\n".join(tables), flush=True)
+    print(f"[{time.monotonic() - began:.0f} s]", flush=True)

@@ -27,7 +27,7 @@ from atom.model_engine.runner.prompt_scores import PromptScores, score_prompts
 from atom.model_engine.runner.readback import Readback
 from atom.model_engine.runner.step_profiler import StepProfiler
 from atom.model_engine.runner.step_sizes import StepSizes, largest_chunk, measured_sizes
-from atom.model_engine.runner.warm_up import compile_decode_kernels, warm_up_batches
+from atom.model_engine.runner.warm_up import compile_step_kernels, warm_up_batches
 from atom.model_engine.runner.weight_format import check_cpu_weights, keeps_gguf_blocks
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
@@ -439,8 +439,9 @@ class ModelRunner(Worker):
         A short prefill on the CPU: what a large one needs is taken from the system as it is touched, and a
         start is too short for a second of proof.
         """
-        if self.device.type == "cuda" and self.model.fused is not None:
-            compile_decode_kernels(self._forward, self._decode_sizes() | {1})
+        if self.device.type == "cuda":
+            rehearse = partial(self._sampler.rehearse, self.hf_config.vocab_size, self.dtype)
+            compile_step_kernels(self._forward, self._decode_sizes() | {1}, rehearse)
         largest = CPU_WARM_UP_TOKENS if self.platform.name == "cpu" else self._chunk_tokens
         length = min(largest, self._chunk_tokens, self.max_model_len - 1)
         for number, batch in enumerate(warm_up_batches(length, self.block_size, len(self.groups)), 1):

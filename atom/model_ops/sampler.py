@@ -282,6 +282,19 @@ class Sampler:
             result.logprobs = token_logprobs(raw, own, max(composition.num_top), self.ops)
         return result
 
+    @torch.inference_mode()
+    def rehearse(self, vocab_size: int, dtype: torch.dtype) -> None:
+        """Sample one row in every way that steps may ask for, so that its kernels are known."""
+        p = self.tables.parameters([0])
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "seed")
+        draw = Draw(*(p[name] for name in names), is_filtered=True)
+        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for kind in (dtype, torch.float32):
+            logits = torch.zeros((1, vocab_size), dtype=kind, device=self.device)[:, : self.num_valid_ids]
+            for advance in (None, (rows, rows.int(), rows.int(), rows)):
+                for how in (None, draw):
+                    self.ops.sample(logits, how, advance)
+
     def _change_logits(
         self,
         logits: torch.Tensor,

@@ -1,10 +1,13 @@
 """The sampling kernels against the reference: under the interpreter without a device, natively with one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from atom.kernels.reference import sampling as reference
 from atom.kernels.triton import sampling
+from atom.model_ops.sampler import Sampler
 from tests.helpers.sampling_cases import as_reference, random_draw, random_logits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,3 +96,11 @@ def test_the_best_are_selected_with_the_lowest_id_first():
     for k in (0, 1, 20, 3001):
         for found, wanted in zip(sampling.top(values, k), reference.top(values, k), strict=True):
             assert torch.equal(found, wanted)
+
+
+def test_a_sampler_rehearses_every_way():
+    calls = []
+    ops = SimpleNamespace(sample=lambda *args: calls.append(args) or sampling.sample(*args))
+    Sampler(2, 90, DEVICE, ops).rehearse(100, HALF)
+    facts = {(c[0].dtype, c[1] is None, c[2] is None) for c in calls}
+    assert len(facts) == 8 and all(c[0].shape == (1, 90) for c in calls)

@@ -320,7 +320,7 @@ class Sampler:
                 early = [(row, i) for row, i in early if row not in masks.ended]
         for bans in (composition.bans, self._pairs(early + late)):
             if bans is not None:
-                logits[bans] = self._never
+                logits[bans] = self._never.to(logits.dtype)
 
 
 def late_bans(batch: ScheduledBatch) -> list[tuple[int, int]]:

@@ -91,10 +91,13 @@ def test_frequencies_follow_the_distribution(filters):
 
 def test_masks_of_some_rows():
     logits = torch.randn(5, VOCAB, device="cuda").bfloat16()[:, :151_669]
-    bits = torch.randint(-(2**31), 2**31 - 1, (2, 4739), dtype=torch.int32)  # shorter than the vocabulary
+    bits = torch.randint(
+        -(2**31), 2**31 - 1, (2, 4739), dtype=torch.int32
+    ).cuda()  # shorter than the vocabulary
+    rows = torch.tensor([3, 0], device="cuda")
     found, wanted = logits.clone(), logits.clone()
-    sampling.mask_bits(found, [3, 0], bits)
-    reference.mask_bits(wanted, [3, 0], bits)
+    sampling.mask_bits(found, rows, bits)
+    reference.mask_bits(wanted, rows, bits)
     assert torch.equal(found, wanted) and (found[3] == -torch.inf).any() and found[1].isfinite().all()
 
 

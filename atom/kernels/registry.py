@@ -27,7 +27,8 @@ Supports = Callable[..., bool]  # (platform, **traits) -> bool
 REFERENCE_PRIORITY: Mapping[str, int] = dict.fromkeys(PLATFORMS, 0)
 # Importing one of these registers its implementations.
 _IMPLEMENTATION_MODULES = ("atom.kernels.reference", "atom.kernels.cpu")
-_TRITON_MODULE = "atom.kernels.triton.elementwise"  # only where Triton runs: importing it takes its time
+# Only where Triton runs: importing it takes its time.
+_TRITON_MODULES = ("atom.kernels.triton.elementwise", "atom.kernels.triton.sampling")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def select_kernel(op: str, *, device: torch.device | None = None, **traits: Any)
     """
     platform = platform_of_device(device or torch.get_default_device())
     if platform.supports("triton"):
-        importlib.import_module(_TRITON_MODULE)
+        for module in _TRITON_MODULES:
+            importlib.import_module(module)
     kernel = _choose(op, platform, traits)
     key = (op, kernel.name)
     if key not in _selected:

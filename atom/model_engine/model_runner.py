@@ -15,8 +15,7 @@ from atom.config_parts import CompilationConfig, CUDAGraphMode, KVCacheTensor
 from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenMasks
 from atom.errors import ConfigError
 from atom.kernels.cpu.native.library import native_library
-from atom.kernels.reference import sampling as reference_sampling
-from atom.kernels.registry import selected_kernels
+from atom.kernels.registry import select_kernel, selected_kernels
 from atom.model_engine.runner.determinism import check_deterministic
 from atom.model_engine.runner.device_timer import make_device_timer
 from atom.model_engine.runner.forward_mode import capture_sizes, token_graph_sizes
@@ -28,7 +27,7 @@ from atom.model_engine.runner.prompt_scores import PromptScores, score_prompts
 from atom.model_engine.runner.readback import Readback
 from atom.model_engine.runner.step_profiler import StepProfiler
 from atom.model_engine.runner.step_sizes import StepSizes, largest_chunk, measured_sizes
-from atom.model_engine.runner.warm_up import compile_decode_kernels, warm_up_batches
+from atom.model_engine.runner.warm_up import compile_step_kernels, warm_up_batches
 from atom.model_engine.runner.weight_format import check_cpu_weights, keeps_gguf_blocks
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
@@ -336,7 +335,7 @@ class ModelRunner(Worker):
 
     def set_vocab_size(self, size: int) -> None:
         self._vocab_size = min(size, self.hf_config.vocab_size)
-        ops = sampler_cpu if self.device.type == "cpu" else reference_sampling
+        ops = sampler_cpu if self.device.type == "cpu" else select_kernel("sampling", device=self.device)
         self._sampler = Sampler(self.config.max_num_seqs, self._vocab_size, self.device, ops)
         if self._readback is None:
             self._readback = Readback(self.config.max_num_seqs, self.device)
@@ -410,14 +409,16 @@ class ModelRunner(Worker):
             return
         plan = handle.plan
         stop_timer = self._timer.start("gpu_sample_seconds")
-        head = handle.head
+        head, advance = handle.head, None
         if head is not None:
             sampled = SampleResult(head.best_ids, head.is_finite)
         else:
             bans = late_bans(handle.batch) if plan.needs_late_mask else None
-            sampled = self._sampler.sample(handle.logits, plan, bans, masks)
+            if plan.index is None and self._sampler.ops.ADVANCES:
+                advance = (rows, context_lens, tables.computed, tables.last_token)
+            sampled = self._sampler.sample(handle.logits, plan, bans, masks, advance)
         stop_timer()
-        if head is None or not head.is_advanced:
+        if advance is None and (head is None or not head.is_advanced):
             sampled_rows = rows if plan.index is None else rows[plan.index]
             tables.advance(rows, context_lens, sampled_rows, sampled.token_ids)
         handle.sampled = self._readback.start(sampled, None if head is None else head.result_bytes)
@@ -438,8 +439,9 @@ class ModelRunner(Worker):
         A short prefill on the CPU: what a large one needs is taken from the system as it is touched, and a
         start is too short for a second of proof.
         """
-        if self.device.type == "cuda" and self.model.fused is not None:
-            compile_decode_kernels(self._forward, self._decode_sizes() | {1})
+        if self.device.type == "cuda":
+            rehearse = partial(self._sampler.rehearse, self.hf_config.vocab_size, self.dtype)
+            compile_step_kernels(self._forward, self._decode_sizes() | {1}, rehearse)
         largest = CPU_WARM_UP_TOKENS if self.platform.name == "cpu" else self._chunk_tokens
         length = min(largest, self._chunk_tokens, self.max_model_len - 1)
         for number, batch in enumerate(warm_up_batches(length, self.block_size, len(self.groups)), 1):

@@ -10,7 +10,7 @@ Log-probabilities are the model's own, before any of it.
 """
 
 from collections.abc import Sequence as Values
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 
 from atom.core import BatchOutput, ScheduledBatch, TokenMasks
 from atom.distributed.parallel_state import get_tp_group
+from atom.kernels.reference.sampling import Advance, Draw
 from atom.model_ops import sampler_cpu
 from atom.model_ops.host_copy import start_copy, to_device
 from atom.model_ops.logprobs import LogprobTensors, token_logprobs
@@ -25,6 +26,7 @@ from atom.model_ops.sampler_tables import (
     BANS,
     BIAS,
     CHANGES_LOGITS,
+    FILTERS,
     LATE_BANS,
     LOGPROBS,
     MIN_TOKENS,
@@ -54,7 +56,7 @@ class _Composition:
     rows: list[int]
     version: int
     needs: int = 0  # bits of any row
-    random: _Group | None = None
+    draw: Draw | None = None  # of all rows; None: none is random
     penalties: _Group | None = None
     slots: torch.Tensor | None = None  # penalty slots [m]
     host_slots: list[int] = field(default_factory=list)
@@ -72,7 +74,7 @@ class SamplingPlan:
     indices: list[int] | None
     composition: _Composition
     index: torch.Tensor | None = None  # ``indices`` on the device: indexing by a list would wait for it
-    positions: torch.Tensor | None = None  # [random rows] int64
+    draw: Draw | None = None  # of the step's positions
     min_token_bans: list[tuple[int, int]] = field(default_factory=list)  # (logits row, id)
     logged_batch: ScheduledBatch | None = None  # whose logits go to the log of the best
 
@@ -126,8 +128,8 @@ class Sampler:
         num_rows: rows without the trash row.
         num_valid_ids: the tokenizer's size; ids from it on (padded vocabulary) are never sampled.
         device: where the logits are.
-        ops: how the heavy parts are computed: ``sampler_cpu``, or ``kernels.reference.sampling`` on devices,
-            which never waits for the device.
+        ops: how the heavy parts are computed: an implementation of the registry's ``sampling``, or ``sampler_cpu``.
+            On a device none waits for it.
     """
 
     def __init__(
@@ -174,10 +176,8 @@ class Sampler:
         positions = [start + count for start, count in zip(batch.starts, batch.num_scheduled, strict=True)]
         if indices is not None:
             positions = [positions[i] for i in indices]
-        if composition.random is not None:
-            rows = composition.random.rows
-            own = positions if len(rows) == len(positions) else [positions[row] for row in rows]
-            plan.positions = self._tensor(own)
+        if composition.draw is not None:
+            plan.draw = replace(composition.draw, positions=self._tensor(positions))
         for row in composition.min_tokens:
             seq = self.tables.seqs[composition.rows[row]]
             if positions[row] - seq.num_prompt_tokens < seq.params.min_tokens:
@@ -196,13 +196,16 @@ class Sampler:
             members = [i for i, need in enumerate(needs) if need & bit]
             return _Group(members, self._tensor(members)) if members else None
 
-        for name, bit in (("random", RANDOM), ("penalties", PENALTIES)):
-            members = group(bit)
-            if members is not None:
-                members.parameters = tables.parameters(self._tensor([rows[i] for i in members.rows]))
-                setattr(composition, name, members)
+        if composition.needs & RANDOM:
+            p = tables.parameters(rows)
+            names = ("temperature", "top_k", "top_p", "min_p", "seed")
+            is_filtered = bool(composition.needs & FILTERS)
+            composition.draw = Draw(*(p[name] for name in names), p["seed"], is_filtered)
+        composition.penalties = group(PENALTIES)
         if composition.penalties is not None:
-            composition.host_slots = [tables.slots[rows[i]] for i in composition.penalties.rows]
+            members = [rows[i] for i in composition.penalties.rows]
+            composition.penalties.parameters = tables.parameters(members)
+            composition.host_slots = [tables.slots[row] for row in members]
             composition.slots = self._tensor(composition.host_slots)
         composition.logprobs = group(LOGPROBS)
         if composition.logprobs is not None:
@@ -246,33 +249,30 @@ class Sampler:
         plan: SamplingPlan,
         late_bans: list[tuple[int, int]] | None = None,
         masks: TokenMasks | None = None,
+        advance: Advance | None = None,
     ) -> SampleResult:
         """One id for each row of ``logits`` [n, vocab], which may be overwritten.
 
-        ``late_bans`` are (logits row, id) pairs of :func:`late_bans`; ``masks`` are of grammars.
+        ``late_bans`` are (logits row, id) pairs of :func:`late_bans`; ``masks`` are of grammars. ``advance`` is for
+        ``ops`` that heed it (``ADVANCES``): the tables then have taken over the ids.
         """
         composition = plan.composition
         logits = logits[:, : self.num_valid_ids]
         if self._topk_log is not None:
             self._topk_log.maybe_log_topk(logits, plan.logged_batch, plan.indices)
-        if not composition.needs and masks is None:
-            ids, best = self.ops.argmax(logits)
-            return SampleResult(ids, best.isfinite())
-        logits = logits.float()
         raw = None
-        if composition.logprobs is not None:
-            raw = (
-                logits
-                if len(composition.logprobs.rows) == len(logits)
-                else logits[composition.logprobs.index]
-            )
-            if (composition.needs & CHANGES_LOGITS or masks is not None) and raw is logits:
-                raw = logits.clone()
-        self._change_logits(logits, plan, late_bans, masks)
-        ids, best = self.ops.argmax(logits)
-        is_finite = best.isfinite()
-        if composition.random is not None:
-            self._sample_random(logits, best, plan, ids)
+        if composition.needs or masks is not None:
+            # Bans and masks leave the other logits as they are; what is added to them is added in fp32.
+            if composition.needs & (PENALTIES | BIAS) or logits.device.type == "cpu":
+                logits = logits.float()
+            if composition.logprobs is not None:
+                raw = logits
+                if len(composition.logprobs.rows) < len(logits):
+                    raw = logits[composition.logprobs.index]
+                elif composition.needs & CHANGES_LOGITS or masks is not None:
+                    raw = logits.clone()
+            self._change_logits(logits, plan, late_bans, masks)
+        ids, is_finite = self.ops.sample(logits, plan.draw, advance)
         if composition.penalties is not None:
             own = ids[composition.penalties.index]
             self.tables.penalties.record(composition.slots, composition.host_slots, own)
@@ -281,6 +281,19 @@ class Sampler:
             own = ids[composition.logprobs.index]
             result.logprobs = token_logprobs(raw, own, max(composition.num_top), self.ops)
         return result
+
+    @torch.inference_mode()
+    def rehearse(self, vocab_size: int, dtype: torch.dtype) -> None:
+        """Sample one row in every way that steps may ask for, so that its kernels are known."""
+        p = self.tables.parameters([0])
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "seed")
+        draw = Draw(*(p[name] for name in names), is_filtered=True)
+        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for kind in (dtype, torch.float32):
+            logits = torch.zeros((1, vocab_size), dtype=kind, device=self.device)[:, : self.num_valid_ids]
+            for advance in (None, (rows, rows.int(), rows.int(), rows)):
+                for how in (None, draw):
+                    self.ops.sample(logits, how, advance)
 
     def _change_logits(
         self,
@@ -302,27 +315,12 @@ class Sampler:
         late = [(row, i) for row, i in late or () if i < self.num_valid_ids]
         early = plan.min_token_bans
         if masks is not None:
-            apply_masks(logits, masks)
+            apply_masks(logits, masks, self.ops.mask_bits)
             if masks.ended:  # a grammar that has no more to say outweighs a least length
                 early = [(row, i) for row, i in early if row not in masks.ended]
         for bans in (composition.bans, self._pairs(early + late)):
             if bans is not None:
-                logits[bans] = self._never
-
-    def _sample_random(
-        self, logits: torch.Tensor, best: torch.Tensor, plan: SamplingPlan, ids: torch.Tensor
-    ) -> None:
-        """Overwrite, in ``ids``, those of the rows that are sampled at random."""
-        group = plan.composition.random
-        p = group.parameters
-        uniforms = self.ops.philox_uniform(p["seed"], plan.positions)
-        is_all = len(group.rows) == len(logits)
-        if not is_all:
-            logits, best = logits[group.index], best[group.index]
-        chosen = self.ops.choose(
-            logits, best, p["temperature"], p["top_k"], p["top_p"], p["min_p"], uniforms
-        )  # fmt: skip
-        ids[group.index] = chosen.clamp_(0, self.num_valid_ids - 1)  # a row that is not finite may run over
+                logits[bans] = self._never.to(logits.dtype)
 
 
 def late_bans(batch: ScheduledBatch) -> list[tuple[int, int]]:

@@ -20,9 +20,9 @@ import torch
 from atom.kernels.cpu.native.library import NativeLibrary, native_library
 from atom.kernels.cpu.native.sampling import MAX_VOCAB, native_argmax, native_choose
 from atom.kernels.reference import sampling as reference
-from atom.kernels.reference.sampling import TOP_P_SLACK
+from atom.kernels.reference.sampling import ADVANCES, TOP_P_SLACK, Advance, Draw, mask_bits
 
-__all__ = ["argmax", "choose", "philox_uniform", "rank_of", "top"]
+__all__ = ["ADVANCES", "argmax", "choose", "mask_bits", "philox_uniform", "rank_of", "sample", "top"]
 
 WIDE_BLOCK = 512
 SMALL_VOCAB = 1024  # ids; up to here the reference is as fast
@@ -92,6 +92,25 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best, offset = inside.max(dim=-1, keepdim=True)
     # Looking back cannot find an earlier equal: then its block would have been the first of equals.
     return (start + offset).squeeze(-1), best.squeeze(-1)
+
+
+def sample(
+    logits: torch.Tensor, draw: Draw | None = None, advance: Advance | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference; rows that are not random take part in nothing but the arg-max."""
+    ids, best = argmax(logits)
+    is_finite = best.isfinite()
+    if draw is None:
+        return ids, is_finite
+    parts = (logits, best, draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.seeds, draw.positions)
+    rows = np.flatnonzero(draw.temperature.numpy() > 0)
+    index = torch.from_numpy(rows)
+    if len(rows) < len(ids):
+        parts = tuple(part[index] for part in parts)
+    *parameters, seeds, positions = parts
+    chosen = choose(*parameters, philox_uniform(seeds, positions))
+    ids[index] = chosen.clamp_(0, logits.shape[-1] - 1)  # a row that is not finite may run over
+    return ids, is_finite
 
 
 def _candidates(

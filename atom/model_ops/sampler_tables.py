@@ -20,10 +20,12 @@ MIN_TOKENS = 16
 LATE_BANS = 32  # bad words of several tokens: depend on the ids just sampled
 LOGPROBS = 64
 GUIDED = 128  # a grammar's mask comes with the step
+FILTERS = 256  # top-k, top-p or min-p of a random row
 CHANGES_LOGITS = PENALTIES | BIAS | BANS | MIN_TOKENS | LATE_BANS
 
 MIN_TEMPERATURE = 1e-5  # below it the best id has all the weight
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+_ALIGNMENT = 4  # rows: columns of float32 begin at 16 bytes, which kernels are compiled for
 
 
 class PenaltyStore:
@@ -138,10 +140,6 @@ class SamplerTables:
         self._host_floats = np.zeros((num_rows + 1, len(_FLOATS)), np.float32)
         self._host_seeds = np.zeros(num_rows + 1, np.int64)
         self._host_top_k = np.zeros(num_rows + 1, np.int32)
-        # On the CPU these share the arrays' memory; elsewhere ``admit`` copies a row.
-        self._floats = to_device(self._host_floats, device)
-        self._seeds = to_device(self._host_seeds, device)
-        self._top_k = to_device(self._host_top_k, device)
         self.needs = [0] * (num_rows + 1)
         self.seqs: list[Sequence | None] = [None] * (num_rows + 1)
         self.slots = [-1] * (num_rows + 1)  # of the penalty store
@@ -156,20 +154,16 @@ class SamplerTables:
         self.release(row)
         self.version += 1
         self.needs[row] = needs
+        p = seq.params
+        self._host_floats[row] = (
+            p.temperature if needs & RANDOM else 0.0,
+            p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty,
+        )  # fmt: skip
         if not needs:
             return
         self.seqs[row] = seq
-        p = seq.params
-        self._host_floats[row] = (
-            p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty,
-        )  # fmt: skip
         self._host_top_k[row] = max(0, p.top_k)
         self._host_seeds[row] = self._seed_of(seq)
-        # So few bytes of pageable memory are taken before the call returns; non_blocking: without waiting for steps.
-        for device, host in (
-            (self._floats, self._host_floats), (self._top_k, self._host_top_k), (self._seeds, self._host_seeds),
-        ):  # fmt: skip
-            device[row].copy_(torch.from_numpy(host[row : row + 1])[0], non_blocking=True)
         if needs & PENALTIES:
             self.slots[row] = self.penalties.acquire(seq)
 
@@ -189,11 +183,27 @@ class SamplerTables:
             return seq.params.seed
         return (self._seed_base + seq.id * 0x9E3779B97F4A7C15) % 2**63
 
-    def parameters(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Parameters of ``rows`` [n] int64, each [n]: float32, ``top_k`` int32 (0 = off), ``seed`` int64."""
-        columns = self._floats[rows].t().contiguous()
+    def parameters(self, rows: list[int]) -> dict[str, torch.Tensor]:
+        """Parameters of ``rows``, each [n], in one copy: float32, ``top_k`` int32 (0 = off), ``seed`` int64.
+
+        The temperature of a row that is not random is 0.
+        """
+        n = len(rows)
+        room = -(-n // _ALIGNMENT) * _ALIGNMENT
+        num_floats = len(_FLOATS)
+        ends = [8 * room, (8 + 4 * num_floats) * room, (12 + 4 * num_floats) * room]
+        packed = np.zeros(ends[-1], np.uint8)
+        packed[: ends[0]].view(np.int64)[:n] = self._host_seeds[rows]
+        packed[ends[0] : ends[1]].view(np.float32).reshape(num_floats, room)[:, :n] = self._host_floats[
+            rows
+        ].T
+        packed[ends[1] :].view(np.int32)[:n] = self._host_top_k[rows]
+        whole = to_device(packed, self.device)
+        columns = whole[ends[0] : ends[1]].view(torch.float32).view(num_floats, room)[:, :n].unbind()
         named: dict[str, torch.Tensor] = dict(zip(_FLOATS, columns, strict=True))
-        return named | {"top_k": self._top_k[rows], "seed": self._seeds[rows]}
+        named["top_k"] = whole[ends[1] :].view(torch.int32)[:n]
+        named["seed"] = whole[: ends[0]].view(torch.int64)[:n]
+        return named
 
 
 def needs_of(seq: Sequence) -> int:
@@ -202,6 +212,8 @@ def needs_of(seq: Sequence) -> int:
     needs = 0
     if not p.is_greedy and p.temperature >= MIN_TEMPERATURE:
         needs |= RANDOM
+        if p.top_k > 0 or p.top_p < 1 or p.min_p > 0:
+            needs |= FILTERS
     if p.has_penalties:
         needs |= PENALTIES
     if p.logit_bias:

@@ -1,9 +1,12 @@
 """Bit masks over the vocabulary, applied to logits: ids that a grammar does not allow get minus infinity."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from atom.core import TokenMasks
+from atom.kernels.reference.sampling import mask_bits
 from atom.model_ops.host_copy import to_device
 
 SPARSE_SHARE = 1 / 16  # of the words: up to here single ids are cheaper than a pass over the vocabulary
@@ -13,30 +16,23 @@ _LIMITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorde
 _LIMITS = np.where(_LIMITS, np.inf, -np.inf).astype(np.float32)
 
 
-def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
-    """Mask ``logits`` [n, vocab] float32 in place. Ids past the end of the bits are not allowed."""
+def apply_masks(
+    logits: torch.Tensor,
+    masks: TokenMasks,
+    mask_bits: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = mask_bits,
+) -> None:
+    """Mask ``logits`` [n, vocab] in place, float32 on the CPU. Ids past the end of the bits are not allowed.
+
+    ``mask_bits`` does it on other devices, see ``kernels.reference.sampling``.
+    """
     bits = masks.bits[: len(masks.rows)]
     if logits.device.type == "cpu":
         rows = logits.numpy()
         for row, words in zip(masks.rows, bits, strict=True):
             mask_row(rows[row], words.view(np.uint32))
     else:
-        apply_bits(logits, masks.rows, bits)
-
-
-def apply_bits(logits: torch.Tensor, rows: list[int], words: np.ndarray) -> None:
-    """:func:`apply_masks` in tensor operations on the logits' device, without waiting for it."""
-    device, num_ids = logits.device, logits.shape[-1]
-    bits = to_device(words, device)
-    shifts = torch.arange(32, dtype=torch.int32, device=device)
-    is_allowed = (bits.unsqueeze(-1) >> shifts).bitwise_and_(1).bool().view(len(rows), -1)[:, :num_ids]
-    if is_allowed.shape[-1] < num_ids:
-        is_allowed = torch.nn.functional.pad(is_allowed, (0, num_ids - is_allowed.shape[-1]))
-    if rows == list(range(len(logits))):
-        logits.masked_fill_(~is_allowed, -torch.inf)
-        return
-    index = to_device(np.array(rows, np.int64), device)
-    logits[index] = logits[index].masked_fill_(~is_allowed, -torch.inf)
+        rows = to_device(np.array(masks.rows, np.int64), logits.device)
+        mask_bits(logits, rows, to_device(bits, logits.device))
 
 
 def mask_row(logits: np.ndarray, words: np.ndarray) -> None:

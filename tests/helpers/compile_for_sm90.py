@@ -18,6 +18,8 @@ from atom.kernels.triton import (
     elementwise,
     kv_cache,
     rotary_cache,
+    sampling,
+    sampling_filter,
     step_inputs,
     varlen_attention,
 )
@@ -77,6 +79,36 @@ varlen_types = dict(
     v_head=I32,
     table_stride=I32,
 )
+
+# By parameter, of every sampling kernel.
+sampling_types = dict(
+    logits=HALF,
+    row_stride=I32,
+    num_ids=I32,
+    num_spans=I32,
+    num_words=I32,
+    ids="*i64",
+    is_finite="*i1",
+    spans="*i32",
+    bits="*i32",
+    bounds="*i64",
+    totals="*fp64",
+    top_k="*i32",
+    context_lens="*i32",
+    computed="*i32",
+    **dict.fromkeys(("temperature", "largest", "sums", "top_p", "min_p"), "*fp32"),
+    **dict.fromkeys(("seeds", "positions", "rows", "last_token"), "*i64"),
+)
+
+
+def sampler(kernel, num_warps=4, **constants):
+    """A sampling kernel of a vocabulary of 151,936."""
+    types = {n: t for n, t in sampling_types.items() if n in kernel.arg_names}
+    sizes = dict(
+        SPANS_PAD=1024, SPAN=256, SPANS=16, ROWS=sampling_filter.ROWS, SHIFT=16 if D == "bf16" else 0
+    )
+    sizes = {n: v for n, v in sizes.items() if n in kernel.arg_names}
+    return kernel, types, sizes | constants, dict(num_warps=num_warps)
 
 
 def varlen(dim, group=4, fp8=False, **changes):
@@ -193,6 +225,13 @@ CASES = {
         dict(num_warps=4),
     ),
 }
+CASES |= {
+    "measure_spans": sampler(sampling._measure_spans, HAS_RANDOM=True),
+    "pick": sampler(sampling._pick, HAS_RANDOM=True, ADVANCES=True),
+    "mask": sampler(sampling._mask, BLOCK=4096),
+    "narrow": sampler(sampling_filter._narrow),
+    "pick_kept": sampler(sampling_filter._pick_kept, sampling_filter._NUM_WARPS, ADVANCES=True),
+}
 if D == "bf16":
     CASES["decode_gemma"] = (
         decode_attention._decode,
@@ -233,7 +272,7 @@ for name, (kernel, types, constants, options) in CASES.items():
     aligned = {
         (names.index(n),): [["tt.divisibility", 16]]
         for n, t in types.items()
-        if t.startswith("*") or n.endswith(("_token", "_head"))
+        if t.startswith("*") or n.endswith(("_token", "_head", "row_stride", "num_spans"))
     }
     source = ASTSource(kernel, signature, values, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -249,7 +288,9 @@ for name, (kernel, types, constants, options) in CASES.items():
         "wide": len(re.findall(r"ld\.global[.\w:]*v4|cp\.async\.[^;]*0x10", compiled.asm["ptx"])),
         "shared": compiled.metadata.shared,
         "specialised": [
-            p.name for p in kernel.params if p.name.startswith("num_") and not p.do_not_specialize
+            p.name
+            for p in kernel.params
+            if p.name.startswith("num_") and p.name != "num_spans" and not p.do_not_specialize
         ],
     }
 print(json.dumps(found))

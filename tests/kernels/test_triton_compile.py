@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BY_ELEMENT = ("plan", "patch_tables", "prepare_tokens")  # they look things up
+BY_ELEMENT = ("plan", "patch_tables", "prepare_tokens", "mask", "narrow", "pick_kept")  # they look things up
 PROGRAM = Path(__file__).parents[1] / "helpers" / "compile_for_sm90.py"
 
 

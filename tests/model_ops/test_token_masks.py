@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from atom.core import TokenMasks
+from atom.kernels.reference import sampling as reference
+from atom.kernels.triton import sampling as fused
 from atom.model_ops.sampler import Sampler
-from atom.model_ops.token_masks import apply_bits, apply_masks
+from atom.model_ops.token_masks import apply_masks
 from tests.model_ops.test_sampler import VOCAB, make_batch, make_seq, random_logits
 
 
@@ -32,10 +34,14 @@ def test_masks_leave_what_is_allowed_and_nothing_else(num_ids, num_words, share)
         for i in range(num_ids):
             if i not in ids or i >= known:
                 expected[row, i] = -torch.inf
-    by_row, by_tensor = logits.clone(), logits.clone()
+    by_row, by_tensor, by_kernel = (logits.clone() for _ in range(3))
     apply_masks(by_row, masks)
-    apply_bits(by_tensor, masks.rows, masks.bits[:3])
+    on_device = torch.tensor(masks.rows), torch.from_numpy(masks.bits[:3])
+    reference.mask_bits(by_tensor, *on_device)
     assert torch.equal(by_row, expected) and torch.equal(by_tensor, expected)
+    if not torch.cuda.is_available():  # under the interpreter
+        fused.mask_bits(by_kernel, *on_device)
+        assert torch.equal(by_kernel, expected)
 
 
 def test_a_slice_of_wider_logits_is_masked_in_place():

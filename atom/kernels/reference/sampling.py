@@ -6,9 +6,13 @@ Rows are independent: row i of a result depends on row i of the inputs alone. Ti
 Weights are unnormalised probabilities ``exp((logit - best) / temperature)``: the best id has weight 1.
 """
 
+import sys
+from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+from atom.kernels.registry import register_kernel
 
 # Top-p leaves out the last token when the tokens before it miss the bound only by rounding.
 TOP_P_SLACK = 1e-6
@@ -17,6 +21,23 @@ _MASK = 0xFFFFFFFF
 ROUND = (0xCD9E8D57, 0xD2511F53)  # multipliers of counter words 2 and 0
 KEY_STEP = (0x9E3779B9, 0xBB67AE85)
 UNIFORM_SCALE = 4.6566127342e-10  # just below 2**-31, so that the largest integer maps below 1
+
+ADVANCES = False  # whether ``sample`` heeds ``advance``
+# Rows [n] int64 of the device tables and their new lengths [n] int32; ``computed`` and ``last_token`` of the tables.
+Advance = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Draw:
+    """How each row of a step is sampled; tensors [n], float32 where nothing else is said."""
+
+    temperature: torch.Tensor  # 0: the best id
+    top_k: torch.Tensor  # int32; below 1 is off
+    top_p: torch.Tensor  # 1 is off
+    min_p: torch.Tensor  # 0 is off
+    seeds: torch.Tensor  # int64
+    positions: torch.Tensor  # int64
+    is_filtered: bool  # whether a row has top-k, top-p or min-p
 
 
 def philox_uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -150,6 +171,42 @@ def choose(
     return pick(weights, uniforms)
 
 
+def sample(
+    logits: torch.Tensor, draw: Draw | None = None, advance: Advance | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One id a row of ``logits`` [n, vocab]: [n] int64, and whether the row's best logit is finite: [n] bool.
+
+    A row that is not finite gets some id of the vocabulary. ``advance`` is left to the caller, see ``ADVANCES``.
+    """
+    ids, best = argmax(logits)
+    is_finite = best.isfinite()
+    if draw is not None:
+        is_random = draw.temperature > 0
+        temperature = torch.where(is_random, draw.temperature, 1.0)
+        uniforms = philox_uniform(draw.seeds, draw.positions)
+        chosen = choose(
+            logits.float(), best.float(), temperature, draw.top_k, draw.top_p, draw.min_p, uniforms
+        )  # fmt: skip
+        ids = torch.where(is_random, chosen.clamp_(0, logits.shape[-1] - 1), ids)
+    return ids, is_finite
+
+
+def mask_bits(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """Minus infinity, in place, for the ids that ``bits`` do not allow; ids past their end are not allowed.
+
+    Args:
+        logits: [n, vocab].
+        rows: [m] int64, the rows of ``logits`` that are masked.
+        bits: [m, words] int32, an id a bit, the lowest first.
+    """
+    num_ids = logits.shape[-1]
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_allowed = (bits.unsqueeze(-1) >> shifts).bitwise_and_(1).bool().view(len(rows), -1)[:, :num_ids]
+    if is_allowed.shape[-1] < num_ids:
+        is_allowed = torch.nn.functional.pad(is_allowed, (0, num_ids - is_allowed.shape[-1]))
+    logits[rows] = logits[rows].masked_fill_(~is_allowed, -torch.inf)
+
+
 def top(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``k`` largest of each row, best first and lowest id first on ties: values and ids, [n, k]."""
     ordered, ids = values.sort(dim=-1, descending=True, stable=True)
@@ -162,3 +219,6 @@ def rank_of(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     is_before = torch.arange(values.shape[-1], device=values.device) < ids.unsqueeze(-1)
     is_ahead = (values > chosen) | ((values == chosen) & is_before)
     return is_ahead.count_nonzero(dim=-1) + 1
+
+
+register_kernel("sampling", "reference")(sys.modules[__name__])

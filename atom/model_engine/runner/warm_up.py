@@ -1,7 +1,7 @@
 """The steps that a worker runs before it serves: the largest prefill, and a decode; their kernels come first."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from atom.core import ScheduledBatch, Sequence
 from atom.model_engine.runner.forward_pass import ForwardPass
@@ -11,13 +11,17 @@ from atom.utils.logging import init_logger
 logger = init_logger(__name__)
 
 
-def compile_decode_kernels(forward: ForwardPass, sizes: Iterable[int]) -> None:
-    """Compile side by side what fused decode steps of ``sizes`` sequences launch, not one after the other."""
+def compile_step_kernels(
+    forward: ForwardPass, sizes: Iterable[int], rehearse_sampling: Callable[[], None]
+) -> None:
+    """Compile side by side what sampling launches, and fused decode steps of ``sizes`` sequences, not one by one."""
     from atom.kernels.triton.compile_ahead import compile_launches_of
 
-    most = forward.model.fused.max_tokens
+    fused = forward.model.fused
+    most = 0 if fused is None else fused.max_tokens
 
     def rehearse() -> None:
+        rehearse_sampling()
         for size in sorted(set(sizes)):
             if size <= most:
                 forward.rehearse(size, size, False)
@@ -25,7 +29,7 @@ def compile_decode_kernels(forward: ForwardPass, sizes: Iterable[int]) -> None:
 
     began = time.monotonic()
     count = compile_launches_of(rehearse, forward.device)
-    logger.info("%d kernels of decode steps ready in %.2f s", count, time.monotonic() - began)
+    logger.info("%d kernels of decode steps and sampling ready in %.2f s", count, time.monotonic() - began)
 
 
 _FIRST_BLOCK_END = 15  # the upper bound of a decode row's position that the host knows

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from atom.kernels.triton.attention_parts import LOG2_E, NEVER
 
+_bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # 3.6 has the latter
 ROWS = gl.constexpr(64)  # of a group of four warps: a product's rows
 
 
@@ -58,6 +59,52 @@ def _count_keys(is_work, seq, offset, query_len, context_len, TOKENS: gl.constex
 
 
 @gluon.jit
+def _locate_keys(number, whole, diagonal, prefix, KEYS: gl.constexpr):
+    """First key of a work's key tile ``number`` among this step's, and among the cached ones: -1 if not there."""
+    at = (whole + diagonal - 1 - number) * KEYS
+    cached = -1
+    rest = number - diagonal - (prefix % KEYS > 0).to(gl.int32)
+    if number >= diagonal:
+        at = (whole - 1 - rest) * KEYS
+        if rest < 0:
+            cached = prefix // KEYS * KEYS
+        if rest >= whole:
+            cached = (rest - whole) * KEYS
+    return at, cached
+
+
+@gluon.jit
+def _bring_tile(
+    own,
+    paged,
+    table,
+    last_page,
+    row,
+    cached,
+    head,
+    bar,
+    tile,
+    KV_HEADS: gl.constexpr,
+    PAGE: gl.constexpr,
+    DIM: gl.constexpr,
+    KEYS: gl.constexpr,
+):
+    """Have ``tile`` filled with rows of this step from ``row`` on, or with cached ones unless ``cached`` is -1."""
+    mbarrier.expect(bar, KEYS * DIM * 2)
+    if cached < 0:
+        _bring(own, [row, head * DIM], bar, tile)
+    else:
+        # Behind the last page there is nothing to bring, but what lies there must be finite.
+        for at in gl.static_range(0, KEYS, 4 * PAGE):  # more addresses at a time have no registers
+            rows = ()
+            for i in gl.static_range(at, min(at + 4 * PAGE, KEYS), PAGE):
+                page = gl.load(table + gl.minimum((cached + i) // PAGE, last_page))
+                rows = rows + ((page * KV_HEADS + head) * PAGE,)
+            for i in gl.static_range(at, min(at + 4 * PAGE, KEYS), PAGE):
+                _bring(paged, [rows[(i - at) // PAGE], 0], bar, tile.slice(i, PAGE))
+
+
+@gluon.jit
 def _produce(
     q,
     k,
@@ -89,12 +136,7 @@ def _produce(
     STAGES: gl.constexpr,
 ):
     """The warp that brings queries, keys and values."""
-    PAGES: gl.constexpr = KEYS // PAGE
     Q_BYTES: gl.constexpr = HALF_TOKENS * GROUP * DIM * 2
-    KEY_BYTES: gl.constexpr = KEYS * DIM * 2
-    dtype: gl.constexpr = q_first.dtype
-    q_first = q_first._reinterpret(dtype, [HALF_TOKENS, GROUP, DIM], q.layout)
-    q_second = q_second._reinterpret(dtype, [HALF_TOKENS, GROUP, DIM], q.layout)
     brought = 0  # key tiles
     works = 0
     for turn in range(0, (num_works + gl.num_programs(0) - 1) // gl.num_programs(0)):
@@ -108,57 +150,30 @@ def _produce(
             token = first_token + offset
             mbarrier.wait(q_empty.index(0), (works & 1) ^ 1)
             mbarrier.expect(q_full.index(0), Q_BYTES)
-            tma.async_copy_global_to_shared(q, [token, head * GROUP, 0], q_full.index(0), q_first)
+            _bring(q, [token, head * GROUP, 0], q_full.index(0), q_first)
             mbarrier.wait(q_empty.index(1), (works & 1) ^ 1)
             mbarrier.expect(q_full.index(1), Q_BYTES)
-            tma.async_copy_global_to_shared(q, [token + HALF_TOKENS, head * GROUP, 0], q_full.index(1), q_second)
+            _bring(q, [token + HALF_TOKENS, head * GROUP, 0], q_full.index(1), q_second)
             works += 1
             row = seq.to(gl.int64)
             if HAS_ROWS:
                 row = gl.load(rows + seq)
             table = tables + row * table_stride
             last_page = gl.maximum(prefix - 1, 0) // PAGE
-            is_cut = (prefix % KEYS > 0).to(gl.int32)
             for number in range(0, count):
-                # The tile's first key: among this step's from 0, among the cached ones counted from -1 down.
-                at = (whole + diagonal - 1 - number) * KEYS
-                cached = -1
-                if number >= diagonal:
-                    rest = number - diagonal - is_cut
-                    at = (whole - 1 - rest) * KEYS
-                    if rest < 0:
-                        cached = prefix // KEYS * KEYS
-                    if rest >= whole:
-                        cached = (rest - whole) * KEYS
+                at, cached = _locate_keys(number, whole, diagonal, prefix, KEYS)
                 stage = brought % STAGES
                 phase = (brought // STAGES & 1) ^ 1
-                k_bar = k_full.index(stage)
-                v_bar = v_full.index(stage)
-                k_tile = k_ring.index(stage)
-                v_tile = v_ring.index(stage)
                 mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_bar, KEY_BYTES)
-                if cached < 0:
-                    tma.async_copy_global_to_shared(k, [first_token + at, head * DIM], k_bar, k_tile)
-                    mbarrier.wait(v_empty.index(stage), phase)
-                    mbarrier.expect(v_bar, KEY_BYTES)
-                    tma.async_copy_global_to_shared(v, [first_token + at, head * DIM], v_bar, v_tile)
-                else:
-                    # Behind the last page there is nothing to bring, but what lies there must be finite.
-                    places = ()
-                    for i in gl.static_range(PAGES):
-                        page = gl.load(table + gl.minimum(cached // PAGE + i, last_page))
-                        places = places + ((page * KV_HEADS + head) * PAGE,)
-                    for i in gl.static_range(PAGES):
-                        tma.async_copy_global_to_shared(
-                            keys, [places[i], 0], k_bar, k_tile.slice(i * PAGE, PAGE)
-                        )
-                    mbarrier.wait(v_empty.index(stage), phase)
-                    mbarrier.expect(v_bar, KEY_BYTES)
-                    for i in gl.static_range(PAGES):
-                        tma.async_copy_global_to_shared(
-                            values, [places[i], 0], v_bar, v_tile.slice(i * PAGE, PAGE)
-                        )
+                _bring_tile(
+                    k, keys, table, last_page, first_token + at, cached, head, k_full.index(stage),
+                    k_ring.index(stage), KV_HEADS, PAGE, DIM, KEYS,
+                )  # fmt: skip
+                mbarrier.wait(v_empty.index(stage), phase)
+                _bring_tile(
+                    v, values, table, last_page, first_token + at, cached, head, v_full.index(stage),
+                    v_ring.index(stage), KV_HEADS, PAGE, DIM, KEYS,
+                )  # fmt: skip
                 brought += 1
 
 
@@ -179,7 +194,9 @@ def _advance(
     k_empty,
     v_full,
     v_empty,
+    turns,
     taken,
+    own_turn,
     is_last,
     limit,
     factor,
@@ -187,19 +204,25 @@ def _advance(
     best,
     total,
     acc,
+    PART: gl.constexpr,
     MASKED: gl.constexpr,
+    TAKES_TURNS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     S: gl.constexpr,
     O: gl.constexpr,
 ):
     """Score key tile ``taken`` while the weights of the one before it meet their values."""
+    if TAKES_TURNS:  # the other group's products go first while this one's softmax runs
+        mbarrier.wait(turns.index(PART), (own_turn & 1) ^ (1 - PART))
     stage = taken % STAGES
     blank = gl.zeros([ROWS, KEYS], gl.float32, S)
     scored = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), blank, use_acc=False, is_async=True)
     before = (taken - 1) % STAGES
     mbarrier.wait(v_full.index(before), (taken - 1) // STAGES & 1)
     summed = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
+    if TAKES_TURNS:
+        mbarrier.arrive(turns.index(1 - PART), count=1)
     score = warpgroup_mma_wait(1, deps=[scored])
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED:
@@ -214,6 +237,32 @@ def _advance(
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
     weights = gl.convert_layout(weight.to(q_tile.dtype), gl.DotOperandLayout(0, O, 2))
     return weights, best, total, acc
+
+
+@gluon.jit
+def _place_rows(
+    output,
+    is_work,
+    head,
+    seq,
+    offset,
+    first_token,
+    query_len,
+    num_tokens,
+    GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    DIM: gl.constexpr,
+    STORE: gl.constexpr,
+):
+    """Addresses of a half tile's rows in the output, and which of them there are."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORE))
+    at = offset + row // GROUP
+    # Entries without a sequence say where in the step their padding begins.
+    token = gl.where(seq >= 0, first_token, 0) + at
+    is_row = is_work & (token < num_tokens) & ((seq < 0) | (at < query_len))
+    place = (token.to(gl.int64) * (GROUP * KV_HEADS) + head * GROUP + row % GROUP)[:, None] * DIM + dim[None, :]
+    return output + place, is_row[:, None]
 
 
 @gluon.jit
@@ -233,7 +282,9 @@ def _consume(
     k_empty,
     v_full,
     v_empty,
+    turns,
     PART: gl.constexpr,
+    TAKES_TURNS: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr,
@@ -250,23 +301,13 @@ def _consume(
     factor = scale * LOG2_E
     row_token = PART * HALF_TOKENS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) // GROUP
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-    out_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
-    out_token = PART * HALF_TOKENS + out_row // GROUP
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORE))
     taken = 0  # key tiles
     works = 0
+    is_work, head, seq, offset, first_token, query_len, context_len = _take_work(tiles, 0, num_works, KV_HEADS)
     for turn in range(0, (num_works + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        is_work, head, seq, offset, first_token, query_len, context_len = _take_work(
-            tiles, turn, num_works, KV_HEADS
-        )
         whole, diagonal, count, prefix = _count_keys(
             is_work, seq, offset, query_len, context_len, 2 * HALF_TOKENS, KEYS
         )
-        # Entries without a sequence say where in the step their padding begins.
-        token = gl.where(seq >= 0, first_token, 0) + offset + out_token
-        is_row = (token < num_tokens) & is_work & ((seq < 0) | (offset + out_token < query_len))
-        q_heads = head * GROUP + out_row % GROUP
-        place = (token.to(gl.int64) * (GROUP * KV_HEADS) + q_heads)[:, None] * DIM + dim[None, :]
         if count > 0:
             mbarrier.wait(q_full.index(PART), works & 1)
             stage = taken % STAGES
@@ -291,30 +332,45 @@ def _consume(
                 limit = seen - (whole + diagonal - 1 - number) * KEYS
                 limit = gl.where(number < diagonal, limit, prefix % KEYS - 1)
                 weights, best, total, acc = _advance(
-                    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, taken + number,
-                    number + 1 == count, limit, factor, weights, best, total, acc, True, KEYS, STAGES, S, O,
+                    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, turns, taken + number,
+                    taken + number - works - 1, number + 1 == count, limit, factor, weights, best, total, acc, PART, True, TAKES_TURNS, KEYS, STAGES, S, O,
                 )  # fmt: skip
             for number in range(num_masked, count):
                 weights, best, total, acc = _advance(
-                    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, taken + number,
-                    number + 1 == count, limit, factor, weights, best, total, acc, False, KEYS, STAGES, S, O,
+                    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, turns, taken + number,
+                    taken + number - works - 1, number + 1 == count, limit, factor, weights, best, total, acc, PART, False, TAKES_TURNS, KEYS, STAGES, S, O,
                 )  # fmt: skip
             mbarrier.arrive(q_empty.index(PART), count=1)
             taken += count
             works += 1
+            place, is_row = _place_rows(
+                output, is_work, head, seq, offset + PART * HALF_TOKENS, first_token, query_len, num_tokens, GROUP,
+                KV_HEADS, DIM, STORE,
+            )  # fmt: skip
+            # The next work's entry comes while this one ends.
+            if HAS_SINKS:
+                own_head = head * GROUP + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) % GROUP
+                total += gl.exp2(gl.load(sinks + own_head).to(gl.float32) * LOG2_E - best)
+            is_work, head, seq, offset, first_token, query_len, context_len = _take_work(
+                tiles, turn + 1, num_works, KV_HEADS
+            )
             stage = (taken - 1) % STAGES
             mbarrier.wait(v_full.index(stage), (taken - 1) // STAGES & 1)
             acc = warpgroup_mma(weights, v_ring.index(stage), acc, is_async=True)
             acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
             mbarrier.arrive(v_empty.index(stage), count=1)
-            if HAS_SINKS:
-                own_head = head * GROUP + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) % GROUP
-                total += gl.exp2(gl.load(sinks + own_head).to(gl.float32) * LOG2_E - best)
             share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, O))
             result = gl.convert_layout((acc * share[:, None]).to(dtype), STORE)
-            gl.store(output + place, result, mask=is_row[:, None])
+            gl.store(place, result, mask=is_row)
         else:
-            gl.store(output + place, gl.zeros([ROWS, DIM], dtype, STORE), mask=is_row[:, None])
+            place, is_row = _place_rows(
+                output, is_work, head, seq, offset + PART * HALF_TOKENS, first_token, query_len, num_tokens, GROUP,
+                KV_HEADS, DIM, STORE,
+            )  # fmt: skip
+            gl.store(place, gl.zeros([ROWS, DIM], dtype, STORE), mask=is_row)
+            is_work, head, seq, offset, first_token, query_len, context_len = _take_work(
+                tiles, turn + 1, num_works, KV_HEADS
+            )
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_works"])
@@ -341,24 +397,26 @@ def varlen_specialised(
     DIM: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
+    TAKES_TURNS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     HALF_TOKENS: gl.constexpr = ROWS // GROUP
     dtype: gl.constexpr = k.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    ROW_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_first = gl.allocate_shared_memory(dtype, [ROWS, DIM], ROW_LAYOUT)
-    q_second = gl.allocate_shared_memory(dtype, [ROWS, DIM], ROW_LAYOUT)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], ROW_LAYOUT)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], ROW_LAYOUT)
+    q_first = gl.allocate_shared_memory(dtype, [HALF_TOKENS, GROUP, DIM], q.layout)
+    q_second = gl.allocate_shared_memory(dtype, [HALF_TOKENS, GROUP, DIM], q.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], k.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], v.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -372,15 +430,15 @@ def varlen_specialised(
             (
                 _consume,
                 (
-                    tiles, sinks, output, scale, num_works, num_tokens, q_first, k_ring, v_ring, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, 0, HAS_SINKS, GROUP, KV_HEADS, DIM, HALF_TOKENS, KEYS, STAGES,
+                    tiles, sinks, output, scale, num_works, num_tokens, q_first.reshape((ROWS, DIM)), k_ring, v_ring, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, turns, 0, TAKES_TURNS, HAS_SINKS, GROUP, KV_HEADS, DIM, HALF_TOKENS, KEYS, STAGES,
                 ),
             ),
             (
                 _consume,
                 (
-                    tiles, sinks, output, scale, num_works, num_tokens, q_second, k_ring, v_ring, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, 1, HAS_SINKS, GROUP, KV_HEADS, DIM, HALF_TOKENS, KEYS, STAGES,
+                    tiles, sinks, output, scale, num_works, num_tokens, q_second.reshape((ROWS, DIM)), k_ring, v_ring, q_full, q_empty,
+                    k_full, k_empty, v_full, v_empty, turns, 1, TAKES_TURNS, HAS_SINKS, GROUP, KV_HEADS, DIM, HALF_TOKENS, KEYS, STAGES,
                 ),
             ),
             (

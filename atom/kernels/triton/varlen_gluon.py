@@ -249,12 +249,13 @@ def _place_rows(
     first_token,
     query_len,
     num_tokens,
+    ROWS: gl.constexpr,
     GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr,
     DIM: gl.constexpr,
     STORE: gl.constexpr,
 ):
-    """Addresses of a half tile's rows in the output, and which of them there are."""
+    """Addresses of rows in the output, and which of them there are."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORE))
     at = offset + row // GROUP
@@ -344,8 +345,8 @@ def _consume(
             taken += count
             works += 1
             place, is_row = _place_rows(
-                output, is_work, head, seq, offset + PART * HALF_TOKENS, first_token, query_len, num_tokens, GROUP,
-                KV_HEADS, DIM, STORE,
+                output, is_work, head, seq, offset + PART * HALF_TOKENS, first_token, query_len, num_tokens, ROWS,
+                GROUP, KV_HEADS, DIM, STORE,
             )  # fmt: skip
             # The next work's entry comes while this one ends.
             if HAS_SINKS:
@@ -364,8 +365,8 @@ def _consume(
             gl.store(place, result, mask=is_row)
         else:
             place, is_row = _place_rows(
-                output, is_work, head, seq, offset + PART * HALF_TOKENS, first_token, query_len, num_tokens, GROUP,
-                KV_HEADS, DIM, STORE,
+                output, is_work, head, seq, offset + PART * HALF_TOKENS, first_token, query_len, num_tokens, ROWS,
+                GROUP, KV_HEADS, DIM, STORE,
             )  # fmt: skip
             gl.store(place, gl.zeros([ROWS, DIM], dtype, STORE), mask=is_row)
             is_work, head, seq, offset, first_token, query_len, context_len = _take_work(

@@ -24,7 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from atom.kernels.triton.attention_parts import LOG2_E, NEVER
 
-_bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # 3.6 has the latter
+_bring = (
+    tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+)  # 3.6 has the latter
 ROWS = gl.constexpr(64)  # of a group of four warps: a product's rows
 
 
@@ -209,14 +211,14 @@ def _advance(
     TAKES_TURNS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
-    S: gl.constexpr,
-    O: gl.constexpr,
+    SCORE: gl.constexpr,
+    SUM: gl.constexpr,
 ):
     """Score key tile ``taken`` while the weights of the one before it meet their values."""
     if TAKES_TURNS:  # the other group's products go first while this one's softmax runs
         mbarrier.wait(turns.index(PART), (own_turn & 1) ^ (1 - PART))
     stage = taken % STAGES
-    blank = gl.zeros([ROWS, KEYS], gl.float32, S)
+    blank = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
     scored = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), blank, use_acc=False, is_async=True)
     before = (taken - 1) % STAGES
     mbarrier.wait(v_full.index(before), (taken - 1) // STAGES & 1)
@@ -226,7 +228,7 @@ def _advance(
     score = warpgroup_mma_wait(1, deps=[scored])
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED:
-        column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+        column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORE))
         score = gl.where(column[None, :] <= limit[:, None], score, float("-inf"))
     weight, best, shrink = _weigh(score, best, factor)
     total = total * shrink + gl.sum(weight, 1)
@@ -234,8 +236,8 @@ def _advance(
     mbarrier.wait(k_full.index((taken + 1) % STAGES), (taken + 1) // STAGES & 1, pred=not is_last)
     acc, weights = warpgroup_mma_wait(0, deps=[summed, weights])
     mbarrier.arrive(v_empty.index(before), count=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
-    weights = gl.convert_layout(weight.to(q_tile.dtype), gl.DotOperandLayout(0, O, 2))
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUM))[:, None]
+    weights = gl.convert_layout(weight.to(q_tile.dtype), gl.DotOperandLayout(0, SUM, 2))
     return weights, best, total, acc
 
 
@@ -262,7 +264,9 @@ def _place_rows(
     # Entries without a sequence say where in the step their padding begins.
     token = gl.where(seq >= 0, first_token, 0) + at
     is_row = is_work & (token < num_tokens) & ((seq < 0) | (at < query_len))
-    place = (token.to(gl.int64) * (GROUP * KV_HEADS) + head * GROUP + row % GROUP)[:, None] * DIM + dim[None, :]
+    place = (token.to(gl.int64) * (GROUP * KV_HEADS) + head * GROUP + row % GROUP)[:, None] * DIM + dim[
+        None, :
+    ]
     return output + place, is_row[:, None]
 
 
@@ -295,16 +299,18 @@ def _consume(
     STAGES: gl.constexpr,
 ):
     """Four warps with the rows of half ``PART`` of every tile."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = q_tile.dtype
     factor = scale * LOG2_E
-    row_token = PART * HALF_TOKENS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) // GROUP
-    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+    row_token = PART * HALF_TOKENS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORE)) // GROUP
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORE))
     taken = 0  # key tiles
     works = 0
-    is_work, head, seq, offset, first_token, query_len, context_len = _take_work(tiles, 0, num_works, KV_HEADS)
+    is_work, head, seq, offset, first_token, query_len, context_len = _take_work(
+        tiles, 0, num_works, KV_HEADS
+    )
     for turn in range(0, (num_works + gl.num_programs(0) - 1) // gl.num_programs(0)):
         whole, diagonal, count, prefix = _count_keys(
             is_work, seq, offset, query_len, context_len, 2 * HALF_TOKENS, KEYS
@@ -313,7 +319,7 @@ def _consume(
             mbarrier.wait(q_full.index(PART), works & 1)
             stage = taken % STAGES
             mbarrier.wait(k_full.index(stage), taken // STAGES & 1)
-            blank = gl.zeros([ROWS, KEYS], gl.float32, S)
+            blank = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
             score = warpgroup_mma(
                 q_tile, k_ring.index(stage).permute((1, 0)), blank, use_acc=False, is_async=True
             )
@@ -322,11 +328,11 @@ def _consume(
             seen = offset + row_token  # the last key of this step that a row sees
             limit = seen - (whole + diagonal - 1) * KEYS
             score = gl.where(column[None, :] <= limit[:, None], score, float("-inf"))
-            best = gl.full([ROWS], NEVER, gl.float32, gl.SliceLayout(1, S))
+            best = gl.full([ROWS], NEVER, gl.float32, gl.SliceLayout(1, SCORE))
             weight, best, shrink = _weigh(score, best, factor)
             total = gl.sum(weight, 1)
-            weights = gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, O, 2))
-            acc = gl.zeros([ROWS, DIM], gl.float32, O)
+            weights = gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, SUM, 2))
+            acc = gl.zeros([ROWS, DIM], gl.float32, SUM)
             num_masked = diagonal + (prefix % KEYS > 0).to(gl.int32)
             mbarrier.wait(k_full.index((taken + 1) % STAGES), (taken + 1) // STAGES & 1, pred=count > 1)
             for number in range(1, num_masked):
@@ -334,12 +340,14 @@ def _consume(
                 limit = gl.where(number < diagonal, limit, prefix % KEYS - 1)
                 weights, best, total, acc = _advance(
                     q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, turns, taken + number,
-                    taken + number - works - 1, number + 1 == count, limit, factor, weights, best, total, acc, PART, True, TAKES_TURNS, KEYS, STAGES, S, O,
+                    taken + number - works - 1, number + 1 == count, limit, factor, weights, best, total, acc,
+                    PART, True, TAKES_TURNS, KEYS, STAGES, SCORE, SUM,
                 )  # fmt: skip
             for number in range(num_masked, count):
                 weights, best, total, acc = _advance(
                     q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, turns, taken + number,
-                    taken + number - works - 1, number + 1 == count, limit, factor, weights, best, total, acc, PART, False, TAKES_TURNS, KEYS, STAGES, S, O,
+                    taken + number - works - 1, number + 1 == count, limit, factor, weights, best, total, acc,
+                    PART, False, TAKES_TURNS, KEYS, STAGES, SCORE, SUM,
                 )  # fmt: skip
             mbarrier.arrive(q_empty.index(PART), count=1)
             taken += count
@@ -350,7 +358,7 @@ def _consume(
             )  # fmt: skip
             # The next work's entry comes while this one ends.
             if HAS_SINKS:
-                own_head = head * GROUP + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) % GROUP
+                own_head = head * GROUP + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORE)) % GROUP
                 total += gl.exp2(gl.load(sinks + own_head).to(gl.float32) * LOG2_E - best)
             is_work, head, seq, offset, first_token, query_len, context_len = _take_work(
                 tiles, turn + 1, num_works, KV_HEADS
@@ -360,7 +368,7 @@ def _consume(
             acc = warpgroup_mma(weights, v_ring.index(stage), acc, is_async=True)
             acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
             mbarrier.arrive(v_empty.index(stage), count=1)
-            share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, O))
+            share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUM))
             result = gl.convert_layout((acc * share[:, None]).to(dtype), STORE)
             gl.store(place, result, mask=is_row)
         else:
@@ -431,15 +439,17 @@ def varlen_specialised(
             (
                 _consume,
                 (
-                    tiles, sinks, output, scale, num_works, num_tokens, q_first.reshape((ROWS, DIM)), k_ring, v_ring, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, turns, 0, TAKES_TURNS, HAS_SINKS, GROUP, KV_HEADS, DIM, HALF_TOKENS, KEYS, STAGES,
+                    tiles, sinks, output, scale, num_works, num_tokens, q_first.reshape((ROWS, DIM)), k_ring, v_ring,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, 0, TAKES_TURNS, HAS_SINKS, GROUP,
+                    KV_HEADS, DIM, HALF_TOKENS, KEYS, STAGES,
                 ),
             ),
             (
                 _consume,
                 (
-                    tiles, sinks, output, scale, num_works, num_tokens, q_second.reshape((ROWS, DIM)), k_ring, v_ring, q_full, q_empty,
-                    k_full, k_empty, v_full, v_empty, turns, 1, TAKES_TURNS, HAS_SINKS, GROUP, KV_HEADS, DIM, HALF_TOKENS, KEYS, STAGES,
+                    tiles, sinks, output, scale, num_works, num_tokens, q_second.reshape((ROWS, DIM)), k_ring, v_ring,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, 1, TAKES_TURNS, HAS_SINKS, GROUP,
+                    KV_HEADS, DIM, HALF_TOKENS, KEYS, STAGES,
                 ),
             ),
             (

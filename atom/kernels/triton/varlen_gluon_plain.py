@@ -50,13 +50,13 @@ def _advance_all(
     DIM: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
-    S: gl.constexpr,
-    O: gl.constexpr,
+    SCORE: gl.constexpr,
+    SUM: gl.constexpr,
 ):
     """Score key tile ``number`` while the weights of the one before it meet their values; refill what was read."""
     stage = number % STAGES
     before = (number - 1) % STAGES
-    blank = gl.zeros([ROWS, KEYS], gl.float32, S)
+    blank = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
     scored = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), blank, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (number - 1) // STAGES & 1)
     summed = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
@@ -69,7 +69,7 @@ def _advance_all(
             KV_HEADS, PAGE, DIM, KEYS,
         )  # fmt: skip
     if MASKED:
-        column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+        column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORE))
         score = gl.where(column[None, :] <= limit[:, None], score, float("-inf"))
     weight, best, shrink = _weigh(score, best, factor)
     total = total * shrink + gl.sum(weight, 1)
@@ -83,8 +83,8 @@ def _advance_all(
             v, values, table, last_page, first_token + at, cached, head, v_full.index(before), v_ring.index(before),
             KV_HEADS, PAGE, DIM, KEYS,
         )  # fmt: skip
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
-    weights = gl.convert_layout(weight.to(q_tile.dtype), gl.DotOperandLayout(0, O, 2))
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUM))[:, None]
+    weights = gl.convert_layout(weight.to(q_tile.dtype), gl.DotOperandLayout(0, SUM, 2))
     return weights, best, total, acc
 
 
@@ -113,8 +113,8 @@ def varlen_plain(
     STAGES: gl.constexpr,
 ):
     TOKENS: gl.constexpr = ROWS // GROUP
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, DIM, 16])
+    SCORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, KEYS, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, DIM, 16])
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [8, 1], [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     dtype: gl.constexpr = k.dtype
@@ -168,15 +168,15 @@ def varlen_plain(
 
         q_tile = q_place.reshape((ROWS, DIM))
         factor = scale * LOG2_E
-        seen = offset + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) // GROUP
-        column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+        seen = offset + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORE)) // GROUP
+        column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORE))
         mbarrier.wait(q_full, 0)
         mbarrier.wait(k_full.index(0), 0)
-        blank = gl.zeros([ROWS, KEYS], gl.float32, S)
+        blank = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
         score = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), blank, use_acc=False, is_async=True)
         score = warpgroup_mma_wait(0, deps=[score])
         gl.thread_barrier()
-        if STAGES < count:
+        if count > STAGES:
             at, cached = _locate_keys(STAGES, whole, diagonal, prefix, KEYS)
             _bring_tile(
                 k, keys, table, last_page, first_token + at, cached, head, k_full.index(0), k_ring.index(0),
@@ -184,10 +184,12 @@ def varlen_plain(
             )  # fmt: skip
         limit = seen - (whole + diagonal - 1) * KEYS
         score = gl.where(column[None, :] <= limit[:, None], score, float("-inf"))
-        weight, best, shrink = _weigh(score, gl.full([ROWS], NEVER, gl.float32, gl.SliceLayout(1, S)), factor)
+        weight, best, shrink = _weigh(
+            score, gl.full([ROWS], NEVER, gl.float32, gl.SliceLayout(1, SCORE)), factor
+        )
         total = gl.sum(weight, 1)
-        weights = gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, O, 2))
-        acc = gl.zeros([ROWS, DIM], gl.float32, O)
+        weights = gl.convert_layout(weight.to(dtype), gl.DotOperandLayout(0, SUM, 2))
+        acc = gl.zeros([ROWS, DIM], gl.float32, SUM)
         num_masked = diagonal + (prefix % KEYS > 0).to(gl.int32)
         mbarrier.wait(k_full.index(1), 0, pred=count > 1)
         for number in range(1, num_masked):
@@ -196,20 +198,20 @@ def varlen_plain(
             weights, best, total, acc = _advance_all(
                 q_tile, k, v, keys, values, table, last_page, first_token, head, whole, diagonal, prefix, count,
                 k_ring, v_ring, k_full, v_full, number, limit, factor, weights, best, total, acc, True, KV_HEADS,
-                PAGE, DIM, KEYS, STAGES, S, O,
+                PAGE, DIM, KEYS, STAGES, SCORE, SUM,
             )  # fmt: skip
         for number in range(num_masked, count):
             weights, best, total, acc = _advance_all(
                 q_tile, k, v, keys, values, table, last_page, first_token, head, whole, diagonal, prefix, count,
                 k_ring, v_ring, k_full, v_full, number, limit, factor, weights, best, total, acc, False, KV_HEADS,
-                PAGE, DIM, KEYS, STAGES, S, O,
+                PAGE, DIM, KEYS, STAGES, SCORE, SUM,
             )  # fmt: skip
         last = (count - 1) % STAGES
         mbarrier.wait(v_full.index(last), (count - 1) // STAGES & 1)
         acc = warpgroup_mma(weights, v_ring.index(last), acc, is_async=True)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
         if HAS_SINKS:
-            own_head = head * GROUP + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S)) % GROUP
+            own_head = head * GROUP + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORE)) % GROUP
             total += gl.exp2(gl.load(sinks + own_head).to(gl.float32) * LOG2_E - best)
-        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, O))
+        share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUM))
         gl.store(place, gl.convert_layout((acc * share[:, None]).to(dtype), STORE), mask=is_row)

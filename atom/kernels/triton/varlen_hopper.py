@@ -10,23 +10,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from atom.kernels.triton.varlen_gluon import varlen_specialised
 from atom.kernels.triton.varlen_gluon_plain import varlen_plain
+from atom.platforms import platform_of_device
 
 ROWS = 128  # of a tile; each kernel is written for it
 MAX_GROUP = 16  # query heads of a kv head: a half tile has at least 4 tokens
 MIN_TOKENS = 256  # of a step: below, tiles of 64 rows keep more of the device busy
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # a thread; 2 x 232 + 40 of the 504 that three groups share
 
+PROGRAMS = 132  # that run at a time: one on each multiprocessor of an H200
+
 
 @cache
-def _facts(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability, and how many programs of 128 rows run at a time."""
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
-
-
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels are for this device."""
-    return device.type == "cuda" and torch.version.hip is None and _facts(device)[0] == (9, 0)
+    platform = platform_of_device(device)
+    return platform.name == "cuda" and platform.architecture() == "sm_90"
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -109,7 +107,7 @@ def launch(
         varlen_plain[grid](*arguments, block_tables.stride(0), **constants, num_warps=8)
         return
     num_works = len(tiles) * num_kv_heads
-    varlen_specialised[(min(num_works, _facts(q.device)[1]),)](
+    varlen_specialised[(min(num_works, PROGRAMS),)](
         *arguments,
         num_works,
         block_tables.stride(0),

@@ -24,9 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from atom.kernels.triton.attention_parts import LOG2_E, NEVER
 
-_bring = (
-    tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-)  # 3.6 has the latter
+# Triton 3.6 has the latter.
+_bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 ROWS = gl.constexpr(64)  # of a group of four warps: a product's rows
 
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from atom.kernels.triton.attention_parts import LOG2_E, NEVER
 from atom.kernels.triton.varlen_gluon import _bring, _bring_tile, _locate_keys, _place_rows, _weigh
 
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6 has the latter
 ROWS = gl.constexpr(128)
 
 
@@ -61,7 +62,7 @@ def _advance_all(
     mbarrier.wait(v_full.index(before), (number - 1) // STAGES & 1)
     summed = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
     score = warpgroup_mma_wait(1, deps=[scored])
-    gl.thread_barrier()
+    _barrier()
     if number + STAGES < count:
         at, cached = _locate_keys(number + STAGES, whole, diagonal, prefix, KEYS)
         _bring_tile(
@@ -76,7 +77,7 @@ def _advance_all(
     # Waiting here is early, but nothing moves past a wait: the assembler would take the softmax behind the product.
     mbarrier.wait(k_full.index((number + 1) % STAGES), (number + 1) // STAGES & 1, pred=number + 1 < count)
     acc, weights = warpgroup_mma_wait(0, deps=[summed, weights])
-    gl.thread_barrier()
+    _barrier()
     if number - 1 + STAGES < count:
         at, cached = _locate_keys(number - 1 + STAGES, whole, diagonal, prefix, KEYS)
         _bring_tile(
@@ -146,7 +147,7 @@ def varlen_plain(
             mbarrier.init(k_full.index(i), count=1)
             mbarrier.init(v_full.index(i), count=1)
         fence_async_shared()
-        gl.thread_barrier()
+        _barrier()
         row = seq.to(gl.int64)
         if HAS_ROWS:
             row = gl.load(rows + seq)
@@ -175,7 +176,7 @@ def varlen_plain(
         blank = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
         score = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), blank, use_acc=False, is_async=True)
         score = warpgroup_mma_wait(0, deps=[score])
-        gl.thread_barrier()
+        _barrier()
         if count > STAGES:
             at, cached = _locate_keys(STAGES, whole, diagonal, prefix, KEYS)
             _bring_tile(

@@ -148,14 +148,6 @@ def _produce(
             is_work, seq, offset, query_len, context_len, 2 * HALF_TOKENS, KEYS
         )
         if count > 0:
-            token = first_token + offset
-            mbarrier.wait(q_empty.index(0), (works & 1) ^ 1)
-            mbarrier.expect(q_full.index(0), Q_BYTES)
-            _bring(q, [token, head * GROUP, 0], q_full.index(0), q_first)
-            mbarrier.wait(q_empty.index(1), (works & 1) ^ 1)
-            mbarrier.expect(q_full.index(1), Q_BYTES)
-            _bring(q, [token + HALF_TOKENS, head * GROUP, 0], q_full.index(1), q_second)
-            works += 1
             row = seq.to(gl.int64)
             if HAS_ROWS:
                 row = gl.load(rows + seq)
@@ -170,12 +162,21 @@ def _produce(
                     k, keys, table, last_page, first_token + at, cached, head, k_full.index(stage),
                     k_ring.index(stage), KV_HEADS, PAGE, DIM, KEYS,
                 )  # fmt: skip
+                if number == 0:  # behind the first keys, whose place is free earlier
+                    token = first_token + offset
+                    mbarrier.wait(q_empty.index(0), (works & 1) ^ 1)
+                    mbarrier.expect(q_full.index(0), Q_BYTES)
+                    _bring(q, [token, head * GROUP, 0], q_full.index(0), q_first)
+                    mbarrier.wait(q_empty.index(1), (works & 1) ^ 1)
+                    mbarrier.expect(q_full.index(1), Q_BYTES)
+                    _bring(q, [token + HALF_TOKENS, head * GROUP, 0], q_full.index(1), q_second)
                 mbarrier.wait(v_empty.index(stage), phase)
                 _bring_tile(
                     v, values, table, last_page, first_token + at, cached, head, v_full.index(stage),
                     v_ring.index(stage), KV_HEADS, PAGE, DIM, KEYS,
                 )  # fmt: skip
                 brought += 1
+            works += 1
 
 
 @gluon.jit
@@ -191,6 +192,7 @@ def _advance(
     q_tile,
     k_ring,
     v_ring,
+    q_empty,
     k_full,
     k_empty,
     v_full,
@@ -226,6 +228,7 @@ def _advance(
         mbarrier.arrive(turns.index(1 - PART), count=1)
     score = warpgroup_mma_wait(1, deps=[scored])
     mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.arrive(q_empty.index(PART), count=1, pred=is_last)
     if MASKED:
         column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORE))
         score = gl.where(column[None, :] <= limit[:, None], score, float("-inf"))
@@ -324,6 +327,7 @@ def _consume(
             )
             score = warpgroup_mma_wait(0, deps=[score])
             mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.arrive(q_empty.index(PART), count=1, pred=count == 1)
             seen = offset + row_token  # the last key of this step that a row sees
             limit = seen - (whole + diagonal - 1) * KEYS
             score = gl.where(column[None, :] <= limit[:, None], score, float("-inf"))
@@ -338,17 +342,16 @@ def _consume(
                 limit = seen - (whole + diagonal - 1 - number) * KEYS
                 limit = gl.where(number < diagonal, limit, prefix % KEYS - 1)
                 weights, best, total, acc = _advance(
-                    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, turns, taken + number,
+                    q_tile, k_ring, v_ring, q_empty, k_full, k_empty, v_full, v_empty, turns, taken + number,
                     taken + number - works - 1, number + 1 == count, limit, factor, weights, best, total, acc,
                     PART, True, TAKES_TURNS, KEYS, STAGES, SCORE, SUM,
                 )  # fmt: skip
             for number in range(num_masked, count):
                 weights, best, total, acc = _advance(
-                    q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, turns, taken + number,
+                    q_tile, k_ring, v_ring, q_empty, k_full, k_empty, v_full, v_empty, turns, taken + number,
                     taken + number - works - 1, number + 1 == count, limit, factor, weights, best, total, acc,
                     PART, False, TAKES_TURNS, KEYS, STAGES, SCORE, SUM,
                 )  # fmt: skip
-            mbarrier.arrive(q_empty.index(PART), count=1)
             taken += count
             works += 1
             place, is_row = _place_rows(

@@ -253,7 +253,7 @@ def time_varlen(
         )  # fmt: skip
 
     def measure(label: str, shape: TileShape | None) -> float | None:
-        chosen = shape or layer_tile_shape(*split[0])
+        chosen = shape or layer_tile_shape(*split[0], *pages.caches[0])
         tiles = plan_tiles(cu_seqlens, context_lens, num_tokens, chosen.tokens(heads.q // heads.kv))
 
         def check() -> float:

@@ -44,6 +44,15 @@ class Launch:
         self.kernel.warmup(*(arguments or self.positional), grid=(1,), **self.options)
 
 
+def _facts(argument: Any) -> Any:
+    """What of an argument decides which kernel is compiled."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if hasattr(argument, "block_shape"):  # a tensor descriptor, whose own text has the tensor's values
+        return argument.base.dtype, argument.block_shape, getattr(argument, "layout", None)
+    return argument
+
+
 @dataclass
 class Recorder:
     """Launches instead of running them, by what distinguishes compiled kernels; ``label`` names the next ones."""
@@ -52,7 +61,7 @@ class Recorder:
     launches: dict[str, Launch] = field(default_factory=dict)
 
     def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        facts = [(a.dtype, a.data_ptr() % 16) if isinstance(a, torch.Tensor) else a for a in args]
+        facts = [_facts(a) for a in args]
         key = f"{kernel.fn.__name__} {facts} {sorted(options.items(), key=str)}"
         self.launches.setdefault(key, Launch(self.label, kernel, args, options))
 

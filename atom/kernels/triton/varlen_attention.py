@@ -23,17 +23,24 @@ PLAN_SEQS = 32  # sequences that it looks through at a time
 
 
 class TileShape(NamedTuple):
-    """How a kernel is built: rows and keys of a tile, warps, stages, and whether descriptors load the keys."""
+    """How a kernel is built: rows and keys of a tile, warps, stages, and whether descriptors load the keys.
+
+    ``kernel`` is "portable" (the one here), or one of ``varlen_hopper.launch``.
+    """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
     uses_descriptors: bool
+    kernel: str = "portable"
 
     def tokens(self, group: int) -> int:
         """Query tokens of a tile whose kv head has ``group`` query heads."""
         return max(1, self.rows // group)
+
+
+HOPPER_SHAPE = TileShape(128, 128, 12, 2, True, "specialised")  # where ``varlen_hopper`` has it
 
 
 @triton.jit(do_not_specialize=["num_seqs", "bound"])
@@ -258,8 +265,24 @@ def tile_shape(dtype: torch.dtype, dim_pad: int, group: int, can_describe: bool)
     return TileShape(128, 64, 8, 3, can_describe)
 
 
-def layer_tile_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> TileShape:
+def layer_tile_shape(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    has_scales: bool = False,
+) -> TileShape:
     """The kernel that :func:`varlen_attention` takes for these."""
+    if window is None and soft_cap is None and not has_scales and q.is_cuda:
+        from atom.kernels.triton import varlen_hopper
+
+        is_prefill = len(q) >= varlen_hopper.MIN_TOKENS
+        if is_prefill and varlen_hopper.runs_on(q.device) and varlen_hopper.fits(q, k, v, keys, values):
+            return HOPPER_SHAPE
     dim_pad = max(16, triton.next_power_of_2(q.shape[2]))
     return tile_shape(q.dtype, dim_pad, q.shape[1] // k.shape[1], can_describe(k, v))
 
@@ -334,10 +357,21 @@ def varlen_attention(
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
     dim_pad = max(16, triton.next_power_of_2(dim))
-    shape = shape or layer_tile_shape(q, k, v)
+    if shape is None:
+        shape = layer_tile_shape(
+            q, k, v, keys, values, window=window, soft_cap=soft_cap, has_scales=k_scale is not None
+        )
     tile_tokens = shape.tokens(group)
     if tiles is None:
         tiles = plan_tiles(cu_seqlens_q, context_lens, num_tokens, tile_tokens)
+    if shape.kernel != "portable":
+        from atom.kernels.triton import varlen_hopper
+
+        varlen_hopper.launch(
+            shape.kernel, shape.keys, shape.num_stages, q, k, v, keys, values, block_tables, table_rows, tiles, output,
+            scale=scale, sinks=sinks,
+        )  # fmt: skip
+        return
     k_source, v_source = k, v
     if shape.uses_descriptors:
         k_source, v_source = _describe(k, shape.keys), _describe(v, shape.keys)

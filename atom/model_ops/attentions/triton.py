@@ -89,6 +89,7 @@ class TritonAttention(AttentionBackend):
                 **self._options,
             )
             return
+        shape = layer_tile_shape(q, k, v, keys, values, window=self.spec.window, soft_cap=self.spec.soft_cap)
         varlen_attention(
             q,
             k,
@@ -100,20 +101,18 @@ class TritonAttention(AttentionBackend):
             metadata.cu_seqlens_q,
             metadata.context_lens,
             output,
-            tiles=self._tiles(q, k, v, metadata),
+            tiles=self._tiles(shape.tokens(self.spec.group_size), len(q), metadata),
+            shape=shape,
             **self._options,
         )
 
-    def _tiles(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
-    ) -> torch.Tensor:
-        """The step's list of tiles, made by the group's first layer that has such tiles."""
-        spec = self.spec
-        tokens = layer_tile_shape(q, k, v).tokens(spec.group_size)
+    @staticmethod
+    def _tiles(tile_tokens: int, num_tokens: int, metadata: AttentionMetaData) -> torch.Tensor:
+        """The step's list of such tiles, made by the group's first layer that has them."""
         if metadata.backend_data is None:
             metadata.backend_data = {}
-        if tokens not in metadata.backend_data:
-            metadata.backend_data[tokens] = plan_tiles(
-                metadata.cu_seqlens_q, metadata.context_lens, len(q), tokens
+        if tile_tokens not in metadata.backend_data:
+            metadata.backend_data[tile_tokens] = plan_tiles(
+                metadata.cu_seqlens_q, metadata.context_lens, num_tokens, tile_tokens
             )
-        return metadata.backend_data[tokens]
+        return metadata.backend_data[tile_tokens]

@@ -189,6 +189,17 @@ class ForwardPass:
     def run_rehearsed(self) -> None:
         self._forward()
 
+    def run_modules(self, scope: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Run the rehearsed step's modules eagerly, all that it launches inside ``scope()``, which may keep kernels
+        from running: its inputs are true all the same. Only with device tables.
+        """
+        with scope():
+            self._derive()
+        with self.tables.without_kernels():
+            inputs = self._derive()
+        with scope(), set_forward_context(self._context(inputs)):
+            self.model(inputs.input_ids, inputs.positions)
+
     def record_bucket(self) -> None:
         """Let the model's recording units record the rehearsed step as a token bucket of its phase."""
         live = self._live

@@ -8,6 +8,7 @@ a Markdown table.
 """
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ import msgspec
 from atom.benchmarks.child import ChildError, print_result, run_child
 from atom.platforms import get_platform
 from atom.utils.bytecode_cache import keep_bytecode
+from atom.utils.gc_utils import settle_heap
 
 MODELS = Path(__file__).parent / "models"
 MODES = ("NONE", "FULL", "TR_HYBRID")
@@ -52,7 +54,8 @@ def measure(
     from atom.runtime.startup_phases import StartupPhases
 
     phases = StartupPhases(since_creation=True)
-    keep_bytecode()  # as the engine process does
+    gc.disable()  # as the engine process does, and the line below
+    keep_bytecode()
     phases.begin("import torch")
     from atom.config import Config
     from atom.model_engine.engine_core import EngineCore
@@ -69,7 +72,7 @@ def measure(
     )
     messages = []
     core = EngineCore(config, messages.append, phases=phases)
-    core.start(lambda phase, fraction: None)
+    core.start(lambda phase, fraction: None, settle=settle_heap)
     seconds = next(message for message in messages if isinstance(message, Ready)).phases
     decode_ms = {str(batch): time_decode(core, batch) for batch in batches}
     recorder = core.worker._recorder

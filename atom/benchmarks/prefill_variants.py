@@ -210,11 +210,11 @@ def time_case(case: Case, step: Step, shape: Any) -> tuple[float, float]:
 def compile_variant(variant: str) -> None:
     """Compile what the checks and the timings launch; nothing runs."""
     from atom.benchmarks.gpu_kernels import MODELS
-    from atom.kernels.triton.compile_ahead import compile_launches_of
+    from atom.kernels.triton.compile_ahead import KernelCompilation, missing_kernels, recording
 
     shapes = shapes_of(variant)
 
-    def launch_all() -> None:
+    with recording() as recorder:
         for dim, group in CHECKED:
             step = mixed_step(dim, group)
             step.run(shapes[0], step.plan(shapes[0]))
@@ -222,8 +222,8 @@ def compile_variant(variant: str) -> None:
             step = Step(heads, [256], [256], 0)
             for shape in shapes:
                 step.run(shape, step.plan(shape))
-
-    compile_launches_of(launch_all)
+    with KernelCompilation(missing_kernels(list(recorder.launches.values()))) as compilation:
+        compilation.wait()
 
 
 def run_child(variant: str) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ from atom.runtime.startup_phases import StartupPhases
 from atom.runtime.transport import EngineSockets
 from atom.utils import envs
 from atom.utils.bytecode_cache import keep_bytecode
-from atom.utils.gc_utils import configure_gc, freeze_heap, release_library_code, trim_heap, unfreeze_heap
+from atom.utils.gc_utils import configure_gc, release_library_code, settle_heap, unfreeze_heap
 from atom.utils.logging import init_logger, set_process_name
 from atom.utils.torch_imports import lean_torch
 
@@ -41,7 +41,7 @@ class EngineProcessConfig(msgspec.Struct):
 
 def main() -> int:
     phases = StartupPhases(since_creation=True)
-    # What a start creates stays: passes over it find nothing and take a fifth of a second. _settle_heap ends this.
+    # What a start creates stays: passes over it find nothing and take a fifth of a second. settle_heap ends this.
     gc.disable()
     keep_bytecode()
     settings, parent_pid = read_child_config(EngineProcessConfig)
@@ -77,10 +77,11 @@ def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: S
         load_worker_class(config.runner_qualname)
         if envs.ATOM_GC_FREEZE:
             gc.freeze()  # modules live on: the collection at the end need not walk them
-        if "torch" in sys.modules:
+        # A device's start calls most of what a CPU's leaves alone: it would only be read again.
+        if "torch" in sys.modules and not _may_use_accelerator(config):
             release_library_code(os.path.dirname(sys.modules["torch"].__file__))
         core = EngineCore(config, sockets.send, phases=phases, page=page)
-    core.start(lambda phase, fraction: sockets.send(Progress(phase, fraction)), settle=_settle_heap)
+    core.start(lambda phase, fraction: sockets.send(Progress(phase, fraction)), settle=settle_heap)
     page.set_state(ProcessState.READY)
     try:
         run_loop(core, sockets)
@@ -95,14 +96,11 @@ def _serves_on_cpu(config: Config) -> bool:
 
     Random weights come from a torch.Generator, which needs all of torch.
     """
-    is_on_cpu = config.device == "cpu" or (config.device == "auto" and not has_accelerator_node())
-    return is_on_cpu and not config.compilation_level and config.load_dummy is None
+    return not _may_use_accelerator(config) and not config.compilation_level and config.load_dummy is None
 
 
-def _settle_heap() -> None:
-    freeze_heap()
-    gc.enable()
-    trim_heap()
+def _may_use_accelerator(config: Config) -> bool:
+    return config.device != "cpu" and (config.device != "auto" or has_accelerator_node())
 
 
 def run_loop(core, sockets: EngineSockets) -> None:

@@ -27,7 +27,7 @@ from atom.model_engine.runner.prompt_scores import PromptScores, score_prompts
 from atom.model_engine.runner.readback import Readback
 from atom.model_engine.runner.step_profiler import StepProfiler
 from atom.model_engine.runner.step_sizes import StepSizes, largest_chunk, measured_sizes
-from atom.model_engine.runner.warm_up import compile_step_kernels, warm_up_batches
+from atom.model_engine.runner.warm_up import kernels_ahead, warm_up_batches
 from atom.model_engine.runner.weight_format import check_cpu_weights, keeps_gguf_blocks
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
@@ -38,7 +38,7 @@ from atom.model_ops.attentions.backend import override_backend
 from atom.model_ops.dense_decoder import DenseDecoder, FusedDecoder
 from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_bans, to_batch_output
 from atom.models.registry import get_model_class, support_model_arch_dict
-from atom.platforms import get_platform
+from atom.platforms import get_platform, meta_stands_for
 from atom.utils import envs
 from atom.utils.debug_helper import install_block_forward_hooks, needs_eager
 from atom.utils.decorators import can_compile, compile_as_is
@@ -133,14 +133,20 @@ class ModelRunner(Worker):
         logger.info(
             "device %s (%s), dtype %s", self.platform.name, self.platform.reason, dtype_name(self.dtype)
         )
-        # Allocated and not touched, a model in host memory costs nothing yet: enough to plan by. What cannot
-        # fit is said here, in seconds, before a weight is read.
-        self.model = self._build_model(torch.device("cpu"))
+        # Allocated and not touched, a model in host memory costs nothing yet, as one without memory: enough to plan
+        # by. What cannot fit is said here, in seconds, before a weight is read.
+        is_cpu = self.device.type == "cpu"
+        if not is_cpu:
+            from atom.kernels.triton.compile_ahead import prepare_triton_ahead
+
+            prepare_triton_ahead()
+        with meta_stands_for(self.platform):
+            self.model = self._build_model(self.device if is_cpu else torch.device("meta"))
         if keeps_gguf_blocks(self.config, self.platform.name, self.files):
             announce_blocks(self.model, self.files)
         self._weight_bytes = self.model.num_weight_bytes()
         self._plan(self.model.cache_groups(self.block_size, self.dtype))
-        if self.device.type != "cpu":
+        if not is_cpu:
             self.model = self._build_model(self.device)
         if self.config.load_dummy is None:
             load_weights(self.model, self.files, report=lambda _, fraction: report("load weights", fraction))
@@ -160,9 +166,8 @@ class ModelRunner(Worker):
 
     def _build_model(self, device: torch.device) -> torch.nn.Module:
         model_class = get_model_class(self.hf_config.architectures)
-        # A model that only plans memory, in the host's, has backends of its own device.
-        is_real = device.type == self.device.type and self.config.attention_backend != "auto"
-        backend = override_backend(self.config.attention_backend) if is_real else nullcontext()
+        name = self.config.attention_backend
+        backend = nullcontext() if name == "auto" else override_backend(name)
         with device, _default_dtype(self.dtype), set_current_atom_config(self.config), backend:
             return model_class(self.hf_config, lm_head_dtype=self.config.lm_head_dtype).eval()
 
@@ -439,14 +444,17 @@ class ModelRunner(Worker):
         A short prefill on the CPU: what a large one needs is taken from the system as it is touched, and a
         start is too short for a second of proof.
         """
-        if self.device.type == "cuda":
-            rehearse = partial(self._sampler.rehearse, self.hf_config.vocab_size, self.dtype)
-            compile_step_kernels(self._forward, self._decode_sizes() | {1}, rehearse)
         largest = CPU_WARM_UP_TOKENS if self.platform.name == "cpu" else self._chunk_tokens
         length = min(largest, self._chunk_tokens, self.max_model_len - 1)
-        for number, batch in enumerate(warm_up_batches(length, self.block_size, len(self.groups)), 1):
-            self._run_step(batch)
-            report("warm up", number / 2)
+        level, sizes = self.config.compilation_level, self._decode_sizes() | {1}
+        sample = partial(self._sampler.rehearse, self.hf_config.vocab_size, self.dtype)
+        with kernels_ahead(self._forward, sizes, self._chunk_tokens, level, sample) as wait_for_kernels:
+            for number, batch in enumerate(warm_up_batches(length, self.block_size, len(self.groups)), 1):
+                # Tracing, which the first step does, takes longer than the kernels.
+                if number > 1 or level < CompilationLevel.DYNAMO_ONCE:
+                    wait_for_kernels()
+                self._run_step(batch)
+                report("warm up", number / 2)
         self.platform.synchronize()
 
     def _decode_sizes(self) -> set[int]:

@@ -27,10 +27,11 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, inv_freq: torch.Tensor, attention_factor: float = 1.0):
         super().__init__()
-        # Frequencies are the same whatever the checkpoint says, so they are no part of it.
-        self.register_buffer("inv_freq", torch.cat((inv_freq, inv_freq)), persistent=False)
-        half = torch.full_like(inv_freq, attention_factor)
-        self.register_buffer("sign", torch.cat((-half, half)), persistent=False)
+        device, half = torch.get_default_device(), torch.full_like(inv_freq, attention_factor)
+        # Frequencies are the same whatever the checkpoint says, so they are no part of it. Moved last: on the meta
+        # device cat imports Dynamo, a second.
+        self.register_buffer("inv_freq", torch.cat((inv_freq, inv_freq)).to(device), persistent=False)
+        self.register_buffer("sign", torch.cat((-half, half)).to(device), persistent=False)
         self.attention_factor = attention_factor
         self.rotary_dim = 2 * len(inv_freq)
         self._rotate = select_kernel("rotary", rotary_dim=self.rotary_dim)
@@ -66,7 +67,7 @@ def get_rope(head_dim: int, rope_parameters: Mapping[str, Any], max_position: in
         inv_freq, attention_factor = _SCALINGS[kind](rotary_dim, rope_parameters, max_position)
     except KeyError as error:
         raise ConfigError(f"rope_parameters: rope_type {kind!r} needs {error.args[0]!r}") from error
-    return RotaryEmbedding(inv_freq.to(torch.get_default_device()), attention_factor)
+    return RotaryEmbedding(inv_freq, attention_factor)
 
 
 def _exponents(dim: int) -> torch.Tensor:

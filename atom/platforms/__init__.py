@@ -6,6 +6,8 @@ package does not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 PLATFORMS: dict[str, type[Platform]] = {"cpu": CpuPlatform, "cuda": CudaPlatform, "rocm": RocmPlatform}
 DEVICES = ("auto", *PLATFORMS)
 _ACCELERATOR_NODES = ("nvidiactl", "nvidia0", "kfd", "dxg")
+_meta_platform: Platform | None = None
 
 __all__ = [
     "DEVICES",
@@ -29,6 +32,7 @@ __all__ = [
     "Platform",
     "get_platform",
     "has_accelerator_node",
+    "meta_stands_for",
     "platform_of_device",
 ]
 
@@ -63,12 +67,25 @@ def has_accelerator_node() -> bool:
 
 
 def platform_of_device(device: torch.device) -> Platform:
-    """The platform that a tensor's device belongs to; the meta device counts as the CPU."""
+    """The platform that a tensor's device belongs to; the meta device counts as the CPU, see ``meta_stands_for``."""
     if device.type == "cuda":
         import torch
 
         return (CudaPlatform if torch.version.hip is None else RocmPlatform)("the tensors' device")
+    if device.type == "meta" and _meta_platform is not None:
+        return _meta_platform
     return CpuPlatform("the tensors' device")
+
+
+@contextmanager
+def meta_stands_for(platform: Platform) -> Iterator[None]:
+    """Inside, the meta device counts as ``platform``: what is built there chooses that platform's kernels."""
+    global _meta_platform
+    previous, _meta_platform = _meta_platform, platform
+    try:
+        yield
+    finally:
+        _meta_platform = previous
 
 
 def _why_not(platform: Platform) -> str:

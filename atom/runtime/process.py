@@ -113,11 +113,19 @@ def read_child_config(type_: type) -> tuple[object, int]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     header = msgspec.json.decode(sys.stdin.buffer.readline())
     parent_pid = header["parent_pid"]
-    if header["arm_death_signal"] and sys.platform == "linux":
+    die_with_parent(parent_pid, is_armed=header["arm_death_signal"])
+    return msgspec.convert(header["config"], type_), parent_pid
+
+
+def die_with_parent(parent_pid: int, *, is_armed: bool = True) -> None:
+    """Let the kernel kill this process when the thread that made it ends; end now if the parent is gone already.
+
+    ``is_armed`` False only looks whether it is gone.
+    """
+    if is_armed and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
-    return msgspec.convert(header["config"], type_), parent_pid
 
 
 def set_process_title(name: str) -> None:

@@ -36,6 +36,7 @@ from atom.utils.logging import init_logger
 __all__ = [
     "TorchCompileWrapperWithCustomDispatcher",
     "can_compile",
+    "compilation_paused",
     "compile_as_is",
     "mark_spliting_op",
     "set_model_tag",
@@ -89,6 +90,20 @@ def can_compile(model: nn.Module) -> bool:
     """Whether some part of ``model`` compiles itself."""
     parts = (m for m in model.modules() if isinstance(m, TorchCompileWrapperWithCustomDispatcher))
     return any(not part.do_not_compile for part in parts)
+
+
+@contextmanager
+def compilation_paused(model: nn.Module) -> Iterator[None]:
+    """Inside, calling a part of ``model`` that compiles itself is calling its ``forward``."""
+    parts = [m for m in model.modules() if isinstance(m, TorchCompileWrapperWithCustomDispatcher)]
+    parts = [part for part in parts if not part.do_not_compile]
+    for part in parts:
+        part.do_not_compile = True
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.do_not_compile = False
 
 
 @contextmanager

@@ -475,6 +475,9 @@ TABLE: tuple[EnvVar, ...] = (
         flag("ATOM_DEFER_IMPORTS", True,
              "Let the engine execute parts of torch that serving on a CPU does not use when they are first looked into.",
              effective=True),
+        integer("ATOM_COMPILE_PROCESSES", None,
+                "Processes that compile Triton kernels side by side while an engine starts; unset: a core less than there are, 14 at most; 0: the engine compiles them alone.",
+                lo=0, hi=256, effective=True),
     ),
     *group(
         "Garbage collection",

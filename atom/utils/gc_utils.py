@@ -52,6 +52,13 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def settle_heap() -> None:
+    """End a start that ran without collections: what it made stays, and is passed over from now on."""
+    freeze_heap()
+    gc.enable()
+    trim_heap()
+
+
 def release_library_code(folder: str) -> int:
     """Take the code of the shared libraries below ``folder`` out of this process's resident size (Linux).
 

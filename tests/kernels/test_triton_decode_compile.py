@@ -5,11 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-from triton.runtime.jit import JITFunction
-
-from atom.kernels.triton.compile_ahead import compile_launches_of
-
 HELPERS = Path(__file__).parents[1] / "helpers"
 EARLY = {
     "gemv",
@@ -72,24 +67,3 @@ def test_the_ring_computes_what_its_twin_does(tmp_path):
         assert found["spilled"] == 0, f"{case} spills {found['spilled']} bytes"
         assert found["wide_before_wait"] >= 4, f"{case} asks for little before it waits"
         assert found["waits"] == 1 and found["starts_next_first"] and found["stores_before_wait"] == 0, case
-
-
-def test_what_a_step_launches_is_compiled_once_and_not_run():
-    kernel = FakeKernel()
-
-    def step():
-        for number in (3, 3, 4):
-            JITFunction.run(kernel, torch.zeros(4), number, grid=(9,), warmup=False, num_warps=2)
-
-    assert compile_launches_of(step) == 2
-    assert sorted(kernel.compiled) == [(3, (1,), 2), (4, (1,), 2)]
-
-
-class FakeKernel:
-    def __init__(self):
-        self.fn = type(self).warmup
-        self.compiled = []
-
-    def warmup(self, tensor, number, *, grid, num_warps):
-        assert tensor.shape == (4,)
-        self.compiled.append((number, grid, num_warps))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from atom.errors import ConfigError
-from atom.platforms import FEATURES, get_platform, platform_of_device
+from atom.platforms import FEATURES, PLATFORMS, get_platform, meta_stands_for, platform_of_device
 from atom.platforms import cpu as cpu_module
 from atom.platforms.cpu import CpuFacts, CpuPlatform
 
@@ -81,3 +81,11 @@ def test_an_unknown_feature_is_an_error_not_a_no():
 def test_platform_of_a_tensor():
     assert platform_of_device(torch.device("meta")).name == "cpu"
     assert platform_of_device(torch.zeros(1).device).name == "cpu"
+
+
+def test_what_is_built_on_the_meta_device_chooses_for_the_platform_that_it_stands_for():
+    meta = torch.device("meta")
+    with meta_stands_for(PLATFORMS["cuda"]("a test")):
+        assert platform_of_device(meta).name == "cuda"
+        assert platform_of_device(torch.device("cpu")).name == "cpu"
+    assert platform_of_device(meta).name == "cpu"

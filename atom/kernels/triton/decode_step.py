@@ -11,8 +11,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from atom.kernels.triton.decode_parts import LOWEST, pdl_options
 
+MIN_BLOCK = 32  # a warp: narrower blocks would be kernels of their own and no faster
 
-@triton.jit
+
+# Steps have any number of sequences: none is worth a compilation of its own.
+@triton.jit(do_not_specialize=["n", "slot_stride"])
 def _prepare(
     packed,  # rows [n], then query lengths [n]
     computed,
@@ -100,7 +103,7 @@ def prepare_decode(
             **options, **_embed_options(e.table, e.rope, e.scale), num_warps=4,
         )  # fmt: skip
     else:
-        block = min(128, triton.next_power_of_2(n))
+        block = min(128, max(MIN_BLOCK, triton.next_power_of_2(n)))
         _prepare[(triton.cdiv(n, block),)](*arguments, **options, BLOCK=block, num_warps=1)
     return rows, input_ids, positions, cu_seqlens, context_lens, slots
 
@@ -170,7 +173,7 @@ def _embed(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "slot_stride"])
 def _prepare_and_embed(
     packed,
     computed,
@@ -303,7 +306,7 @@ def final_norm(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _choose(
     keys,
     rows,
@@ -352,6 +355,6 @@ def choose(
     n = len(keys)
     _choose[(1,)](
         keys, *(advance or (None, None, None, None))[:4], token_ids, is_finite, n,
-        ADVANCES=advance is not None, BLOCK=triton.next_power_of_2(n), PDL=uses_pdl, num_warps=1,
+        ADVANCES=advance is not None, BLOCK=max(MIN_BLOCK, triton.next_power_of_2(n)), PDL=uses_pdl, num_warps=1,
         **pdl_options(uses_pdl),
     )  # fmt: skip

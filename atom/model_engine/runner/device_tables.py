@@ -4,7 +4,8 @@ Row ``R`` (the last) is the trash row: padded rows of recorded graphs point at i
 cannot overwrite a live row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -185,6 +186,15 @@ class DeviceTables:
             self.block_size,
         )
         return inputs
+
+    @contextmanager
+    def without_kernels(self) -> Iterator[None]:
+        """Inside, steps are derived by tensor operations alone."""
+        before, self._prepares = self._prepares, False
+        try:
+            yield
+        finally:
+            self._prepares = before
 
     def _prepare(self, packed: torch.Tensor, n: int, is_padded: bool) -> StepInputs:
         """What :meth:`derive` gives for a step of one token a sequence, in one launch."""

@@ -182,12 +182,29 @@ class ForwardPass:
         lens = ([], []) if is_prefill else ([1] * running_bs, [0] * running_bs)
         self._begin(step, ForwardMode(kind, running_bs, running_tokens), *lens)
 
+    def rehearse_patches(self) -> None:
+        """Launch what writes the new blocks of decode steps; only where nothing runs that is launched."""
+        step = self._packer.padding(1, False)
+        step.patch_counts = [1] * len(self._groups)
+        self.tables.apply(self._publisher.buffer, step)
+
     def record_request(self) -> None:
         """Record the rehearsed decode step as a request graph."""
         self.req_graph.record(request_bucket(self._live.mode.running_bs, 1), self._forward)
 
     def run_rehearsed(self) -> None:
         self._forward()
+
+    def run_modules(self, scope: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Run the rehearsed step's modules eagerly, all that it launches inside ``scope()``, which may keep kernels
+        from running: its inputs are true all the same. Only with device tables.
+        """
+        with scope():
+            self._derive()
+        with self.tables.without_kernels():
+            inputs = self._derive()
+        with scope(), set_forward_context(self._context(inputs)):
+            self.model(inputs.input_ids, inputs.positions)
 
     def record_bucket(self) -> None:
         """Let the model's recording units record the rehearsed step as a token bucket of its phase."""

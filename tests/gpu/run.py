@@ -30,6 +30,7 @@ SELECTION = (
     "tests/kernels/test_triton_attention.py",
     "tests/kernels/test_triton_decode.py",
     "tests/kernels/test_triton_fused.py",
+    "tests/kernels/test_triton_sampling.py",
 )
 # Tests of a group, fewer where one compiles for long; those groups start first.
 TESTS_A_GROUP = {"test_cuda_compile.py": 1, "test_cuda_levels.py": 4, "test_cuda_engine.py": 6}

@@ -476,7 +476,7 @@ TABLE: tuple[EnvVar, ...] = (
              "Let the engine execute parts of torch that serving on a CPU does not use when they are first looked into.",
              effective=True),
         integer("ATOM_COMPILE_PROCESSES", None,
-                "Processes that compile Triton kernels side by side while an engine starts; unset: a core less than there are, 14 at most; 0: the engine compiles them alone.",
+                "Processes that compile Triton kernels side by side while an engine starts; unset: half as many as cores, 8 at most; 0: the engine compiles them alone.",
                 lo=0, hi=256, effective=True),
     ),
     *group(

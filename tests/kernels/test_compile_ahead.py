@@ -149,8 +149,8 @@ def test_without_processes_launches_compile(tmp_path, monkeypatch):
         assert compilation.pid is None and not compilation.wait()
 
 
-@pytest.mark.parametrize(("cores", "processes"), [(1, 0), (2, 1), (16, 14)])
-def test_a_core_is_left_to_the_engine(monkeypatch, cores, processes):
+@pytest.mark.parametrize(("cores", "processes"), [(1, 0), (2, 1), (16, 8), (64, 8)])
+def test_half_of_the_cores_are_left_to_the_engine(monkeypatch, cores, processes):
     monkeypatch.delenv("ATOM_COMPILE_PROCESSES", raising=False)
     monkeypatch.setattr(compile_ahead, "get_platform", lambda _: SimpleNamespace(default_num_threads=cores))
     assert default_processes() == processes

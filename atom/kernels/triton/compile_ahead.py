@@ -31,7 +31,7 @@ from atom.utils.logging import init_logger
 
 logger = init_logger(__name__)
 
-MAX_PROCESSES = 14
+MAX_PROCESSES = 8
 PATIENCE_S = 120.0  # for all kernels; then launches compile what is missing
 _MODULE = "atom.kernels.triton.compile_worker"
 
@@ -222,11 +222,14 @@ class KernelCompilation:
 
 
 def default_processes() -> int:
-    """``ATOM_COMPILE_PROCESSES``, or one fewer than there are cores: with a single one the engine compiles alone."""
+    """``ATOM_COMPILE_PROCESSES``, or half of the cores: the engine traces meanwhile, and waits for nobody else's.
+
+    With a single core the engine compiles alone.
+    """
     given = envs.ATOM_COMPILE_PROCESSES
     if given is not None:
         return given
-    return min(MAX_PROCESSES, get_platform("cpu").default_num_threads - 1)
+    return min(MAX_PROCESSES, get_platform("cpu").default_num_threads // 2)
 
 
 def _target() -> KernelTarget:

@@ -254,14 +254,18 @@ def batch_shape(layer: AttentionLayer, num_seqs: int, has_gluon: bool) -> BatchS
 
 
 def warp_shape(layer: AttentionLayer, num_seqs: int) -> WarpShape:
-    """One wave of two programs a multiprocessor, each with up to 64 KB of keys and values on their way.
+    """One wave of two programs a multiprocessor, each with several tiles of keys and values on their way.
 
-    ``python -m atom.benchmarks.decode_chain --attention`` times what else there is.
+    Measured with 8 kv heads of 128 and 64, 8 to 64 sequences of 256 and 1,100 tokens (``python -m
+    atom.benchmarks.decode_chain --attention``): of 512 groups on, small programs are better than deep ones.
     """
     num_groups = num_seqs * layer.num_kv_heads
     splits = next((s for s in SPLITS if num_groups * s <= PROGRAMS), 1)
-    num_stages = max(1, min(4, 256 // layer.head_dim))
-    return WarpShape(splits, 16, 4, num_stages, 0)
+    if layer.head_dim <= 64 and num_groups >= 64:
+        return WarpShape(1, 16, 8, 4, 128) if num_groups < 128 else WarpShape(1, 16, 4, 2, 128)
+    if layer.head_dim == 128 and num_groups >= 512:
+        return WarpShape(1, 16, 4, 1, 128)
+    return WarpShape(splits, 16, 4, max(1, min(4, 384 // layer.head_dim)), 0)
 
 
 def split_shape(layer: AttentionLayer, num_seqs: int) -> SplitShape:
@@ -296,4 +300,4 @@ def grouped_shape(layer: AttentionLayer) -> GroupedShape:
     """The kernel for very few sequences on sm_90: three tiles are 384 keys; so many registers do without spills."""
     if layer.head_dim <= 64:
         return GroupedShape(4, 8, 3, 144)
-    return GroupedShape(8, 8, 3, 208)
+    return GroupedShape(8, 8, 3, 192)

@@ -95,28 +95,32 @@ NEED_GLUON = ("gluon", "ring")
 # (N, K, has an activation) -> by class; the last one serves the larger classes too.
 MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
     (4096, 1024, False): (
-        Choice("gluon", (4, 4)), Choice("rows", (16, 4)), Choice("loop", (64, 128, 2, 5, 0)),
+        Choice("gluon", (4, 4)), Choice("ring", (16, 256, 1, 4, 4, 4)), Choice("loop", (64, 128, 2, 5, 0)),
     ),
     (1024, 2048, False): (
-        Choice("gluon", (2, 4)), Choice("rows", (16, 8)), Choice("loop", (64, 64, 8, 5, 0)),
+        Choice("gluon", (2, 4)), Choice("ring", (8, 512, 1, 4, 4, 4)), Choice("ring", (32, 256, 4, 2, 4, 8)),
     ),
     (3072, 1024, True): (
-        Choice("gluon", (2, 8)), Choice("loop", (64, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
+        Choice("gluon", (2, 8)), Choice("ring", (32, 512, 1, 2, 8, 8)), Choice("loop", (64, 128, 1, 6, 0)),
     ),
     (1024, 3072, False): (
-        Choice("gluon", (1, 8)), Choice("rows", (8, 8)), Choice("loop", (64, 128, 8, 4, 0)),
+        Choice("gluon", (1, 8)), Choice("ring", (16, 256, 4, 3, 4, 4)),
+        Choice("ring", (32, 256, 4, 3, 4, 4)), Choice("loop", (64, 128, 8, 4, 0)),
     ),
     (6144, 4096, False): (
-        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
+        Choice("gemv", (4, 4)), Choice("ring", (8, 512, 1, 8, 4, 4)), Choice("loop", (64, 128, 1, 6, 0)),
     ),
     (4096, 4096, False): (
-        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 2, 6, 0)), Choice("loop", (64, 128, 2, 6, 0)),
+        Choice("gemv", (4, 4)), Choice("ring", (64, 256, 2, 5, 4, 4)),
+        Choice("ring", (64, 256, 2, 5, 4, 8)), Choice("loop", (64, 64, 2, 8, 0)),
     ),
     (14336, 4096, True): (
-        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 4, 0)), Choice("loop", (64, 128, 1, 4, 0)),
+        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 4, 0)),
+        Choice("loop", (64, 128, 1, 4, 0)), Choice("loop", (128, 128, 1, 6, 0)),
     ),
     (4096, 14336, False): (
-        Choice("gemv", (2, 4)), Choice("loop", (64, 128, 2, 6, 0)), Choice("loop", (64, 128, 2, 6, 0)),
+        Choice("gemv", (2, 4)), Choice("loop", (64, 128, 2, 6, 0)),
+        Choice("loop", (64, 128, 2, 6, 0)), Choice("loop", (64, 64, 2, 8, 0)),
     ),
 }  # fmt: skip
 

@@ -241,7 +241,9 @@ class Case:
             written = torch.zeros(len(own), dtype=torch.bool, device=DEVICE)
             written[self.slots[self.slots >= 0]] = True
             assert torch.equal(own[~written], theirs[~written]), "only this step's rows are written"
-            assert error(own[written], theirs[written]) < rounding, "this step's rows differ by rounding alone"
+            assert (
+                error(own[written], theirs[written]) < rounding
+            ), "this step's rows differ by rounding alone"
 
 
 LENS = [1, 17, 0, 200, 64, 65]

@@ -1,7 +1,11 @@
 """The runner of the GPU tests: how it cuts them, and what it says of groups that pass, fail, die or hang."""
 
+import time
+
 import pytest
 
+from atom.kernels.cpu.native.build import BuildError, Target
+from atom.platforms.cpu import cpu_facts
 from tests.gpu import run as runner
 
 
@@ -56,6 +60,33 @@ def test_every_way_to_end_is_told(ids, capsys, tmp_path, monkeypatch):
     good = [result for result in results if result.group.name == "test_good.py"]
     assert runner.summarize(good, 5.0) == 0
     assert runner.summarize([], 0.0) == 5
+
+
+@pytest.mark.parametrize("error", [None, BuildError("there is no gcc, clang or cc")])
+def test_the_cpu_kernels_are_built_before_the_first_group(error, monkeypatch, capsys):
+    import torch
+
+    events = []
+
+    def build(target):
+        events.append(f"builds {target.tier}")
+        if error is not None:
+            raise error
+        time.sleep(0.2)
+        events.append("has built")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (139 << 30, 140 << 30))
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(runner, "build_library", build)
+    monkeypatch.setattr(runner, "collect", lambda selection: ["tests/a.py::test_one"])
+    monkeypatch.setattr(runner, "run_groups", lambda groups, _: events.append(len(groups)) or [])
+    assert runner.main([]) == 5
+    tier = Target.of(cpu_facts()).tier
+    assert events == [f"builds {tier}", *([] if error else ["has built"]), 1]
+    events.clear()
+    monkeypatch.setenv("ATOM_CPU_NATIVE", "0")
+    assert runner.main([]) == 5 and events == [1]
 
 
 def test_nothing_to_collect_is_an_error(tmp_path):

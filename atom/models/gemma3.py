@@ -72,8 +72,10 @@ class Gemma3Model(LlamaModel):
                 "use_bidirectional_attention: True is for embedding models, which are not served"
             )
         super().__init__(config)
-        # Rounded to the weights' dtype before the product, as the model was trained.
-        self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=self.embed_tokens.weight.dtype).item()
+        # Rounded to the weights' dtype before the product, as the model was trained. On the CPU: a plan is made on the
+        # meta device, whose tensors have no values.
+        dtype = self.embed_tokens.weight.dtype
+        self.embed_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.embed_tokens(input_ids) * self.embed_scale

@@ -131,6 +131,8 @@ class ForwardContext:
 
     ``tr_graph`` tells a model's recording unit to record its token graph, or to replay it. What it records begins
     with ``prepare``, if there is one: launches that make the step's inputs, at the addresses that the unit is given.
+    ``is_rehearsal``: the step is nothing but padding, and its kernels may be kept from running: what modules put out
+    is of no interest to anybody.
     """
 
     no_compile_layers: dict[str, Any] = field(default_factory=dict)
@@ -142,6 +144,7 @@ class ForwardContext:
     tr_graph: Literal["record", "replay"] | None = None
     prepare: Callable[[], object] | None = None
     head: HeadWork | None = None
+    is_rehearsal: bool = False
 
 
 _EMPTY = ForwardContext()

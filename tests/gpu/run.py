@@ -21,8 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+from atom.errors import ConfigError
+from atom.kernels.cpu.native.build import BuildError, Target, build_library
 from atom.platforms import get_platform
-from atom.platforms.cpu import num_usable_cpus
+from atom.platforms.cpu import cpu_facts, num_usable_cpus
+from atom.utils import envs
 
 ROOT = Path(__file__).parents[2]
 SELECTION = (
@@ -33,7 +36,15 @@ SELECTION = (
     "tests/kernels/test_triton_sampling.py",
 )
 # Tests of a group, fewer where one compiles for long; those groups start first.
-TESTS_A_GROUP = {"test_cuda_compile.py": 1, "test_cuda_levels.py": 4, "test_cuda_engine.py": 6}
+TESTS_A_GROUP = {
+    "test_cuda_compile.py": 1,
+    "test_cuda_structured_output.py": 3,
+    "test_cuda_levels.py": 4,
+    "test_cuda_engine.py": 6,
+    "test_cuda_decode.py": 8,
+    "test_triton_decode.py": 14,
+    "test_triton_attention.py": 15,
+}
 OTHER_TESTS_A_GROUP = 16
 DEVICE_BYTES = (
     8 << 30
@@ -115,6 +126,13 @@ def collect(selection: Sequence[str]) -> list[str]:
     if done.returncode or not ids:
         raise RuntimeError(done.stdout + done.stderr)
     return ids
+
+
+def build_cpu_kernels() -> None:
+    """Build what tests that compare with the CPU need, on all cores; groups would wait for one of them to do so."""
+    if envs.ATOM_CPU_NATIVE:
+        with suppress(BuildError, ConfigError, OSError):  # groups say why, and do without
+            build_library(Target.of(cpu_facts()))
 
 
 def run_group(
@@ -248,10 +266,13 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     begun = time.monotonic()
     try:
-        groups = cut(collect(arguments or SELECTION))
+        with ThreadPoolExecutor(1) as pool:
+            built = pool.submit(build_cpu_kernels)
+            groups = cut(collect(arguments or SELECTION))
     except RuntimeError as error:
         print(f"nothing was collected:\n{error}")
         return 2
+    built.result()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     free = torch.cuda.mem_get_info()[0], get_platform("cpu").free_memory()
     num_processes = num_processes_for(len(groups), num_usable_cpus(), *free)

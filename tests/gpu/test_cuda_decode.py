@@ -5,10 +5,17 @@ import torch
 
 from atom.benchmarks.decode_launches import SHAPES
 from atom.benchmarks.decode_tune import Layers, choices_of
-from atom.benchmarks.decode_variants import check_attention, grouped_shapes
+from atom.benchmarks.decode_variants import check_attention
 from atom.config import Config
 from atom.kernels.reference import decode as reference
-from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables, column_shape
+from atom.kernels.triton.decode_attend import (
+    AttentionLayer,
+    DecodeAttention,
+    GroupedShape,
+    StepTables,
+    column_shape,
+    grouped_shape,
+)
 from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
 from atom.kernels.triton.decode_parts import LOWEST
 from atom.kernels.triton.decode_step import choose
@@ -93,15 +100,20 @@ def test_norms_half_done_by_the_launch_before(shape, num_tokens):
         assert error(out, wide) < BOUND, f"{before} -> {after}"
 
 
-@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_attention_of_very_few_sequences(shape, batch):
-    """Contexts from 1 to 2,000, each kernel that may serve them."""
-    column = column_shape(AttentionLayer(shape.num_heads, shape.num_kv_heads, shape.head_dim, 1.0, 0, 0))
-    assert check_attention(shape, batch, column=column) < BOUND
+def test_attention_of_very_few_sequences(shape):
+    """Contexts from 1 to 2,000, each kernel that serves them, and on sm_90 two with other parts, warps and tiles.
+
+    A variant takes seconds to compile; ``decode_chain --variants`` checks all of them.
+    """
+    layer = AttentionLayer(shape.num_heads, shape.num_kv_heads, shape.head_dim, 1.0, 0, 0)
+    variants = [{"column": column_shape(layer)}]
     if IS_HOPPER:
-        for grouped in grouped_shapes(shape):
-            assert check_attention(shape, batch, grouped=grouped) < BOUND, grouped
+        others = GroupedShape(4, 8, 2, 144), GroupedShape(8, 4, 5, 255)
+        variants += [{"grouped": one} for one in (grouped_shape(layer), *others)]
+    for variant in variants:
+        for batch in (1, 2):
+            assert check_attention(shape, batch, **variant) < BOUND, f"{variant} of {batch}"
 
 
 @pytest.mark.parametrize("has_gluon", [False, True], ids=["portable", "sm_90"])

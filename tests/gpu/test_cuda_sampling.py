@@ -76,6 +76,7 @@ def test_frequencies_follow_the_distribution(filters):
     n, vocab = 20_000, 6
     logits = torch.tensor([0.5, 2.0, -1.0, 2.0, 1.2, 0.0]).to("cuda").expand(n, vocab).contiguous()
     columns = [torch.full((n,), value, device="cuda") for value in (1.5, *filters)]
+    columns[1] = columns[1].int()
     seeds, positions = torch.full((n,), 42, device="cuda"), torch.arange(n, device="cuda")
     draw = reference.Draw(*columns, seeds, positions, is_filtered=filters[0] > 0)
     counts = torch.bincount(sampling.sample(logits, draw)[0], minlength=vocab).double().cpu()

@@ -23,6 +23,7 @@ from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.runner.device_tables import DeviceTables
 from atom.model_engine.runner.warm_up import kernels_ahead, record_launches
 from atom.utils.compile_cache import compilation_counter
+from atom.utils.debug_helper.files import load as load_dump
 from tests.helpers.fake_kernels import job
 from tests.helpers.tiny_model import make_tiny_model
 
@@ -228,26 +229,31 @@ def test_without_a_device_nothing_is_recorded():
     assert forward.steps == [] and not sampled
 
 
-def test_modules_are_rehearsed_on_true_inputs_and_not_traced(tmp_path):
-    """A step of nothing but padding through a compiled model's modules, with device tables."""
-    config = Config.build(
-        str(make_tiny_model(tmp_path / "model", "qwen3")),
-        device="cpu",
-        max_num_batched_tokens=32,
-        max_num_seqs=4,
-        compilation_config={"level": 3, "use_inductor": False, "cache_dir": str(tmp_path / "cache")},
+def worker_with_device_tables(folder, **fields):
+    """A worker of four sequences and 32 tokens that has loaded; attention is not computed."""
+    worker = ModelRunner(
+        Config.build(str(folder), device="cpu", max_num_batched_tokens=32, max_num_seqs=4, **fields)
     )
-    worker = ModelRunner(config)
     worker.load(lambda phase, fraction: None)
     worker.allocate(worker.cache_groups())
-    forward, calls = worker._forward, []
-    host, seen = forward.tables, compilation_counter.num_graphs_seen
+    forward = worker._forward
+    host = forward.tables
     device = torch.device("cpu")
     forward.tables = DeviceTables(4, host.block_tables[0].shape[1], len(host.block_tables), 16, device)
-    forward.tables._prepares = True  # a launch that nobody lets run leaves no inputs
     for layer in forward.layers.values():  # as a device's: nothing is read on the host
         layer.backend.supports_token_graph = True
         layer.backend.forward = lambda *args: args[-1].zero_()
+    return worker
+
+
+def test_modules_are_rehearsed_on_true_inputs_and_not_traced(tmp_path):
+    """A step of nothing but padding through a compiled model's modules, with device tables."""
+    worker = worker_with_device_tables(
+        make_tiny_model(tmp_path / "model", "qwen3"),
+        compilation_config={"level": 3, "use_inductor": False, "cache_dir": str(tmp_path / "cache")},
+    )
+    forward, calls, seen = worker._forward, [], compilation_counter.num_graphs_seen
+    forward.tables._prepares = True  # a launch that nobody lets run leaves no inputs
     worker.model.register_forward_pre_hook(lambda _, args: calls.append([x.tolist() for x in args]))
     recorder = compile_ahead.Recorder()
     with patch.object(DeviceTables, "_prepare") as prepare:
@@ -257,3 +263,24 @@ def test_modules_are_rehearsed_on_true_inputs_and_not_traced(tmp_path):
     zeros = [[[0] * n] * 2 for n in (32, 1, 3)]
     assert calls == zeros
     assert compilation_counter.num_graphs_seen == seen and not worker.model.model.do_not_compile
+
+
+def test_rehearsals_are_not_dumped_and_the_steps_after_them_are(tmp_path, monkeypatch):
+    """A dump's call 0 is the warm-up's prefill on every device, so that dumps of two devices are of the same steps."""
+    dumps = tmp_path / "dumps"
+    monkeypatch.setenv("ATOM_FWD_DUMP_DIR", str(dumps))
+    monkeypatch.setenv("ATOM_FWD_DUMP_ONE_SHOT", "0")
+    worker, calls = worker_with_device_tables(make_tiny_model(tmp_path / "model")), []
+    worker.model.register_forward_pre_hook(lambda _, args: calls.append(len(args[0])))
+    record_launches(worker._forward, compile_ahead.Recorder(), [1], 32)
+    worker._forward.rehearse(2, 2, False)
+    worker._forward.run_rehearsed()  # as before a recording
+    assert calls == [32, 1, 2] and list(dumps.iterdir()) == []
+    worker.warm_up(lambda phase, fraction: None)
+    assert calls == [32, 1, 2, 32, 1]
+    found = {path.name: len(load_dump(path)["hidden_states"]) for path in dumps.iterdir()}
+    assert found == {
+        f"layer{layer:02d}_LlamaDecoderLayer_rank0_call{call:03d}.pt": num_tokens
+        for layer in range(2)
+        for call, num_tokens in enumerate((32, 1))
+    }

@@ -235,10 +235,15 @@ class Case:
         run(self.qkv, layer, own_keys, own_values, step, out, scales, splits=splits)
         assert error(out, wanted) < bound
         assert not run._arrivals.any()
+        rounding = max(bound, torch.finfo(keys.dtype).eps)
         for own, theirs in ((own_keys, keys), (own_values, values)):
-            own, theirs = own.float(), theirs.float()
-            assert error(own, theirs) < bound
-            assert (own != theirs).sum() < 40, "only this step's rows may differ, by rounding"
+            own, theirs = (cache.float().transpose(1, 2).flatten(0, 1) for cache in (own, theirs))
+            written = torch.zeros(len(own), dtype=torch.bool, device=DEVICE)
+            written[self.slots[self.slots >= 0]] = True
+            assert torch.equal(own[~written], theirs[~written]), "only this step's rows are written"
+            assert (
+                error(own[written], theirs[written]) < rounding
+            ), "this step's rows differ by rounding alone"
 
 
 LENS = [1, 17, 0, 200, 64, 65]

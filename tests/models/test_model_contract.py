@@ -1,5 +1,6 @@
 """What models offer to the loader and the engine, beyond their numbers."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from atom.config import Config
 from atom.core import GroupKind
 from atom.errors import ConfigError
 from atom.kernels.registry import override_kernel
+from atom.model_engine.model_runner import ModelRunner
 from atom.model_loader.hf_config import HFConfig
 from atom.model_ops.attentions.backend import override_backend
 from atom.models.registry import get_model_class, support_model_arch_dict
+from atom.platforms import PLATFORMS, meta_stands_for
 from tests.models.harness import PagedRunner
 
 REPO = Path(__file__).parents[2]
@@ -36,11 +40,15 @@ MODEL_TYPES = {
 }
 
 
-def build(architecture: str, **changes):
+def config_of(architecture: str, **changes) -> dict:
     fields = {"architectures": [architecture], "model_type": MODEL_TYPES[architecture]}
     if "Gemma" in architecture:
         fields["head_dim"] = 8
-    return get_model_class([architecture])(HFConfig.from_dict(fields | SHAPE | changes))
+    return fields | SHAPE | changes
+
+
+def build(architecture: str, **changes):
+    return get_model_class([architecture])(HFConfig.from_dict(config_of(architecture, **changes)))
 
 
 def fill(model):
@@ -218,3 +226,35 @@ def test_weight_bytes_are_known_before_loading(head_dtype, is_tied):
 def test_bidirectional_gemma_is_refused():
     with pytest.raises(ConfigError, match="use_bidirectional_attention"):
         build("Gemma3ForCausalLM", use_bidirectional_attention=True)
+
+
+class DevicelessPlatform(PLATFORMS["cuda"]):
+    """What a model asks of an H200's platform while it is built."""
+
+    def supports(self, feature):
+        return feature != "fp8_e4m3fnuz"
+
+    def architecture(self):
+        return "sm_90"
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("architecture", support_model_arch_dict)
+def test_an_accelerators_memory_is_planned_by_a_model_without_values(architecture, level, tmp_path):
+    """It is built on the meta device and has what the model that is served will have."""
+    (tmp_path / "config.json").write_text(json.dumps(config_of(architecture, sliding_window=16)))
+    (tmp_path / "model.safetensors").touch()
+    config = Config.build(str(tmp_path), device="cpu", dtype="bfloat16", compilation_config={"level": level})
+    runner = ModelRunner(config)
+    served = runner._build_model(torch.device("cpu"))
+    with meta_stands_for(DevicelessPlatform("a test")):
+        planned = runner._build_model(torch.device("meta"))
+    facts = [
+        {name: (p.shape, p.dtype) for name, p in model.named_parameters()} for model in (planned, served)
+    ]
+    assert facts[0] == facts[1] and all(p.is_meta for p in planned.parameters())
+    assert planned.num_weight_bytes() == sum(p.nbytes for p in planned.parameters())
+    specs = [model.cache_groups(16, torch.bfloat16) for model in (planned, served)]
+    assert specs[0] == specs[1] and specs[0]
+    if "Gemma" in architecture:
+        assert planned.model.embed_scale == served.model.embed_scale == 5.65625  # the root of 32, in bf16

@@ -24,10 +24,10 @@ _NUM_WARPS = 16
 
 @triton.jit
 def _limits(top_k, top_p, row, num_ids):
-    """Top-k and top-p of a row, and whether each is on; without top-k the limit is out of reach."""
+    """Top-k, int32, and top-p of a row, and whether each is on; without top-k the limit is out of reach."""
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     is_limited = (k > 0) & (k < num_ids)
-    return tl.where(is_limited, k, num_ids + 1), p, is_limited, p < 1.0
+    return tl.where(is_limited, k, num_ids + 1).to(tl.int32), p, is_limited, p < 1.0
 
 
 @triton.jit(do_not_specialize=["num_ids"])

@@ -56,6 +56,7 @@ class _LiveStep:
     query_lens: list[int]  # of the host, padded decode sequences included
     context_lens: list[int]
     head: HeadWork | None
+    is_rehearsal: bool = False
 
 
 class ForwardPass:
@@ -181,6 +182,7 @@ class ForwardPass:
         kind = "token" if is_prefill else "request"
         lens = ([], []) if is_prefill else ([1] * running_bs, [0] * running_bs)
         self._begin(step, ForwardMode(kind, running_bs, running_tokens), *lens)
+        self._live.is_rehearsal = True
 
     def rehearse_patches(self) -> None:
         """Launch what writes the new blocks of decode steps; only where nothing runs that is launched."""
@@ -306,4 +308,6 @@ class ForwardPass:
             running_bs=live.mode.running_bs,
             running_tokens=live.mode.running_tokens,
         )
-        return ForwardContext(self.layers, by_layer, self._kv_caches, context, head=live.head)
+        return ForwardContext(
+            self.layers, by_layer, self._kv_caches, context, head=live.head, is_rehearsal=live.is_rehearsal
+        )

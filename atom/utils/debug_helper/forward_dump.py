@@ -56,6 +56,8 @@ class ForwardDump:
     (output, residual) apart has their sum as hidden state, which is what other implementations call so; tensors of
     any other structure are listed in ``outputs``.
 
+    A rehearsal is no call: its kernels may not have run, and how many there are differs between devices.
+
     Args:
         one_shot: dump the first call of each block and take its hook off.
     """
@@ -84,7 +86,7 @@ class ForwardDump:
         self._hooks.pop(name).remove()
 
     def _save(self, block: Block, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or _is_recording_graph(output):
+        if torch.compiler.is_compiling() or get_forward_context().is_rehearsal or _is_recording_graph(output):
             return
         call = self._num_calls.get(block.name, 0)
         self._num_calls[block.name] = call + 1

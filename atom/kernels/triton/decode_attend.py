@@ -300,4 +300,4 @@ def grouped_shape(layer: AttentionLayer) -> GroupedShape:
     """The kernel for very few sequences on sm_90: three tiles are 384 keys; so many registers do without spills."""
     if layer.head_dim <= 64:
         return GroupedShape(4, 8, 3, 144)
-    return GroupedShape(8, 8, 3, 192)
+    return GroupedShape(8, 8, 3, 208)

@@ -43,7 +43,7 @@ class NativeLibrary:
         self._dll.atom_set_threads.restype = None
         self._dll.atom_num_threads.restype = ctypes.c_int
         self._run, self._run_alone = self._dll.atom_run, self._dll.atom_run_alone
-        self._addresses: dict[str, int] = {}
+        self._address = cache(self._find)  # not a dict: addresses are no fact that compiled code depends on
         self.set_threads(num_threads)
 
     def set_threads(self, num_threads: int, cpus: Sequence[int] | None = None) -> None:
@@ -63,11 +63,10 @@ class NativeLibrary:
 
     def address(self, name: str) -> int:
         """Where the exported function ``name`` is. Raises AttributeError if there is none."""
-        found = self._addresses.get(name)
-        if found is None:
-            found = ctypes.cast(getattr(self._dll, name), ctypes.c_void_p).value or 0
-            self._addresses[name] = found
-        return found
+        return self._address(name)
+
+    def _find(self, name: str) -> int:
+        return ctypes.cast(getattr(self._dll, name), ctypes.c_void_p).value or 0
 
     def function(self, name: str, argtypes: Sequence[type], restype: type | None = None) -> ctypes._CFuncPtr:
         """The exported function ``name`` as a callable of its own, for what is no kernel."""

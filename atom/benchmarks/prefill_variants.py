@@ -1,6 +1,6 @@
 """Prefill attention kernels on an H200, beside each other: checked against fp32 on fresh random data, then timed.
 
-    python -m atom.benchmarks.prefill_variants [--variants portable specialised turns plain] [--limit 100]
+    python -m atom.benchmarks.prefill_variants [--variants gluon portable] [--limit 100]
 
 Every kernel runs in a child process, one after the other, so that one that hangs is killed and the others go on; the
 children compile side by side before. Queries, keys and values are views of one packed projection, as the engine has
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from atom.benchmarks.gpu_roofline import H200
 
-VARIANTS = ("specialised", "turns", "plain", "portable")
+VARIANTS = ("gluon", "portable")
 MAX_ERROR = 1e-2  # ||found - wanted|| / ||wanted|| of one sequence
 CHECKED = [
     (128, 1),
@@ -58,14 +58,12 @@ CASES = [Case(model, lens) for model in ("0.6B", "1B", "8B") for lens in ((2048,
 
 def shapes_of(variant: str) -> list[Any]:
     """Tile shapes to try, the engine's first."""
-    from atom.kernels.triton.varlen_attention import TileShape
+    from atom.kernels.triton.varlen_attention import HOPPER_SHAPE, TileShape
 
     if variant == "portable":
         blocks = [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2)]
         return [TileShape(*block, True) for block in blocks]
-    if variant == "plain":
-        return [TileShape(128, 128, 8, 2, True, variant), TileShape(128, 64, 8, 3, True, variant)]
-    return [TileShape(128, 128, 12, 2, True, variant)]
+    return [HOPPER_SHAPE]
 
 
 # -- the child: one variant

@@ -22,7 +22,8 @@ from atom.benchmarks.decode_launches import (
     launches_of,
 )
 from atom.errors import ConfigError
-from atom.kernels.triton.decode_attend import (
+from atom.kernels.triton.decode_linear import MAX_TOKENS, DecodeLinear, LinearArguments
+from atom.kernels.triton.fused_attention_launch import (
     MAX_PROGRAMS,
     AttentionLayer,
     BatchShape,
@@ -32,7 +33,6 @@ from atom.kernels.triton.decode_attend import (
     WarpShape,
     batch_shape,
 )
-from atom.kernels.triton.decode_linear import MAX_TOKENS, DecodeLinear, LinearArguments
 
 CONTEXTS = {256: (144, 208, 272, 336), 1100: (1040, 1160)}  # a figure is the mean over these lengths
 LONGEST = 1184

@@ -97,9 +97,9 @@ def record_step(
     halves_norms: bool = True,
 ) -> None:
     """Let ``recorder`` see every launch of a step of ``num_tokens`` sequences."""
-    from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
     from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
     from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
+    from atom.kernels.triton.fused_attention_launch import AttentionLayer, DecodeAttention, StepTables
 
     n, hidden, dim = num_tokens, shape.hidden_size, shape.head_dim
     where = f"{shape.name} M={n}"

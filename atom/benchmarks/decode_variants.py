@@ -12,8 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from atom.benchmarks.decode_launches import DecodeShape, Recorder, record_step
-from atom.kernels.triton.decode_attend import BatchShape, ColumnShape, GroupedShape, SplitShape, WarpShape
 from atom.kernels.triton.decode_linear import Choice, LinearShape, default_choice, token_class
+from atom.kernels.triton.fused_attention_launch import (
+    BatchShape,
+    ColumnShape,
+    GroupedShape,
+    SplitShape,
+    WarpShape,
+)
 
 MAX_ERROR = 1e-2  # of bf16 against fp32, as a share of the norm
 MEAN_CONTEXT = 256  # of the workload
@@ -70,7 +76,7 @@ def check_attention(shape: DecodeShape, batch: int, column: Any = None, grouped:
     import torch
 
     from atom.kernels.reference.decode import fused_attention
-    from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
+    from atom.kernels.triton.fused_attention_launch import AttentionLayer, DecodeAttention, StepTables
 
     device, half, page = torch.device("cuda"), torch.bfloat16, 16
     heads, kv_heads, dim, columns = shape.num_heads, shape.num_kv_heads, shape.head_dim, 577

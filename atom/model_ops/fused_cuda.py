@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 
-from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
 from atom.kernels.triton.decode_linear import (
     MAX_TOKENS,
     DecodeLinear,
@@ -23,6 +22,7 @@ from atom.kernels.triton.decode_linear import (
 from atom.kernels.triton.decode_parts import ACTIVATIONS, compact
 from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
 from atom.kernels.triton.decode_table import load_table
+from atom.kernels.triton.fused_attention_launch import AttentionLayer, DecodeAttention, StepTables
 from atom.model_ops.dense_decoder import DenseDecoder, DenseLayer, FusedDecoder
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.linear import LinearBase

@@ -7,8 +7,8 @@ from atom.benchmarks import decode_batches
 from atom.benchmarks.decode_batches import Chain, shapes_of, table_of, time_attention
 from atom.benchmarks.decode_launches import SHAPES, DecodeShape
 from atom.errors import ConfigError
-from atom.kernels.triton.decode_attend import MAX_PROGRAMS, SplitShape, WarpShape, batch_shape
-from tests.helpers.interpreted_gluon import use_batch_kernel
+from atom.kernels.triton.fused_attention_launch import MAX_PROGRAMS, SplitShape, WarpShape, batch_shape
+from tests.helpers.interpreted_gluon import use_gluon_kernels
 
 TINY = DecodeShape("tiny", 64, 4, 2, 16, 64, 100, True)
 
@@ -17,7 +17,7 @@ TINY = DecodeShape("tiny", 64, 4, 2, 16, 64, 100, True)
 def chain(tmp_path, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("too small for what a device runs; decode_chain --attention checks real shapes there")
-    use_batch_kernel(monkeypatch, tmp_path)
+    use_gluon_kernels(monkeypatch, tmp_path)
     monkeypatch.setattr(decode_batches, "LONGEST", 40)
     torch.manual_seed(0)
     chain = Chain(TINY, 3, torch.device("cpu"), num_layers=2, dtype=torch.float16)

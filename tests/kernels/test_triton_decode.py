@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from atom.kernels.reference import decode as reference
-from atom.kernels.triton import decode_attend
-from atom.kernels.triton.decode_attend import (
-    AttentionLayer,
-    ColumnShape,
-    DecodeAttention,
-    StepTables,
-    WarpShape,
-)
+from atom.kernels.triton import fused_attention_launch
 from atom.kernels.triton.decode_linear import (
     MEASURED,
     NEED_GLUON,
@@ -31,7 +24,14 @@ from atom.kernels.triton.decode_linear import (
 )
 from atom.kernels.triton.decode_parts import ACTIVATIONS, LOWEST, compact
 from atom.kernels.triton.decode_step import Embedding, choose, embed, final_norm, prepare_decode
-from tests.helpers.interpreted_gluon import use_batch_kernel
+from atom.kernels.triton.fused_attention_launch import (
+    AttentionLayer,
+    ColumnShape,
+    DecodeAttention,
+    StepTables,
+    WarpShape,
+)
+from tests.helpers.interpreted_gluon import use_gluon_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -295,7 +295,7 @@ def test_an_fp8_cache_holds_its_largest_number_instead_of_nan(splits):
 
 @pytest.fixture
 def has_gluon(tmp_path, monkeypatch):
-    use_batch_kernel(monkeypatch, tmp_path)
+    use_gluon_kernels(monkeypatch, tmp_path)
 
 
 WARP_SHAPES = [
@@ -352,13 +352,13 @@ def test_splits_that_there_is_no_room_for_are_refused():
 def test_shapes_of_batches_have_room_for_their_partial_results(num_seqs, has_gluon_):
     for heads, dim in ((8, 128), (2, 64), (1, 256), (32, 128)):
         layer = AttentionLayer(heads, heads, dim, 1.0, dim, 0)
-        shape = decode_attend.batch_shape(layer, num_seqs, has_gluon_)
-        assert shape.splits == 1 or heads * num_seqs * shape.splits <= decode_attend.MAX_PROGRAMS
+        shape = fused_attention_launch.batch_shape(layer, num_seqs, has_gluon_)
+        assert shape.splits == 1 or heads * num_seqs * shape.splits <= fused_attention_launch.MAX_PROGRAMS
 
 
 def test_long_contexts_of_few_sequences_are_split_over_keys(monkeypatch):
     torch.manual_seed(4)
-    monkeypatch.setattr("atom.kernels.triton.decode_attend.LONG", 100)
+    monkeypatch.setattr("atom.kernels.triton.fused_attention_launch.LONG", 100)
     Case([200, 64], torch.float32).check(sinks=torch.zeros(4, device=DEVICE))
     Case([300], torch.float32).check(window=150)
 

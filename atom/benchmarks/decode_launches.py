@@ -93,8 +93,6 @@ def record_step(
     column_shape: Any = None,
     batch_shape: Any = None,
     grouped_shape: Any = None,
-    table: dict[Any, Any] | None = None,
-    halves_norms: bool = True,
 ) -> None:
     """Let ``recorder`` see every launch of a step of ``num_tokens`` sequences."""
     from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
@@ -104,7 +102,7 @@ def record_step(
     n, hidden, dim = num_tokens, shape.hidden_size, shape.head_dim
     where = f"{shape.name} M={n}"
     long = {"dtype": torch.int64}
-    linear = DecodeLinear(META, has_gluon=has_gluon, uses_pdl=uses_pdl, table=table)
+    linear = DecodeLinear(META, has_gluon=has_gluon, uses_pdl=uses_pdl)
     norm = empty(hidden)
     next_x, scaled = empty(n, hidden), None
     for part in ("o", "gate_up", "down", "qkv"):
@@ -117,7 +115,7 @@ def record_step(
             if part == "qkv":  # of the first layer
                 linear(empty(n, columns), layer, out, waits=False)
             continue
-        next_norm = norm if n > 1 and halves_norms else None
+        next_norm = norm if n > 1 else None
         scaled = linear(empty(n, columns), layer, out, out, next_norm=next_norm, next_x=next_x)
         if part == "down" and n > 1:  # of the last layer
             linear(empty(n, columns), layer, out, out)

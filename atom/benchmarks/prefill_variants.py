@@ -58,12 +58,10 @@ CASES = [Case(model, lens) for model in ("0.6B", "1B", "8B") for lens in ((2048,
 
 def shapes_of(variant: str) -> list[Any]:
     """Tile shapes to try, the engine's first."""
-    from atom.kernels.triton.varlen_attention import HOPPER_SHAPE, TileShape
+    from atom.benchmarks.gpu_kernels import VARLEN_SHAPES
+    from atom.kernels.triton.varlen_attention import HOPPER_SHAPE
 
-    if variant == "portable":
-        blocks = [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2)]
-        return [TileShape(*block, True) for block in blocks]
-    return [HOPPER_SHAPE]
+    return VARLEN_SHAPES if variant == "portable" else [HOPPER_SHAPE]
 
 
 # -- the child: one variant
@@ -147,7 +145,7 @@ def check(shape: Any, dim: int, group: int) -> float:
     """The largest error of a sequence of a mixed step; NaN and padding that is not zero count as infinite."""
     import torch
 
-    from atom.benchmarks.gpu_kernels import relative_error
+    from atom.benchmarks.gpu_measure import relative_error
 
     step = mixed_step(dim, group)
     worst = 0.0
@@ -178,7 +176,8 @@ def time_case(case: Case, step: Step, shape: Any) -> tuple[float, float]:
     """(microseconds, error at a few rows of the first and the last sequence)."""
     import torch
 
-    from atom.benchmarks.gpu_kernels import random, relative_error, time_us
+    from atom.benchmarks.gpu_kernels import random, time_us
+    from atom.benchmarks.gpu_measure import relative_error
 
     tiles = step.plan(shape)
     step.output.fill_(float("nan"))

@@ -181,7 +181,6 @@ class FusedCudaDecoder(FusedDecoder):
 
         hidden_size, vocab = self._table.shape[1], len(weight)
         self._x, self._scaled = room(hidden_size), room(hidden_size)
-        self._halves_norms = True  # whether the launch before a norm does its share of it, for several tokens
         self._qkv = room(len(first.qkv.weight))
         self._attended = room(first.output.weight.shape[1])
         self._gated = room(first.down.weight.shape[1])
@@ -288,8 +287,8 @@ class FusedCudaDecoder(FusedDecoder):
             # read before a kernel waits.
             linear(x, layer.qkv, qkv, waits=index > 0, scaled=scaled)
             self._attention(qkv, layer.attention, cache.k_cache, cache.v_cache, step, attended)
-            halves = self._halves_norms and n > 1
-            norms = (layer.gate_up.norm, following[index]) if halves else (None, None)
+            # Of several tokens, the launch before a norm does its share of it.
+            norms = (layer.gate_up.norm, following[index]) if n > 1 else (None, None)
             scaled = linear(attended, layer.output, x, x, next_norm=norms[0], next_x=next_x)
             linear(x, layer.gate_up, gated, scaled=scaled)
             scaled = linear(gated, layer.down, x, x, next_norm=norms[1], next_x=next_x)

@@ -27,7 +27,6 @@ from atom.errors import ConfigError
 from atom.kernels.triton.decode_linear import MAX_TOKENS, DecodeLinear, LinearArguments
 from atom.kernels.triton.fused_attention_launch import (
     MAX_PROGRAMS,
-    AttentionLayer,
     BatchShape,
     DecodeAttention,
     SplitShape,
@@ -56,8 +55,7 @@ MANY = (
 
 def shapes_of(shape: DecodeShape, batch: int) -> list[BatchShape]:
     """What is timed: the choice of serving first, the portable kernel, then what else fits."""
-    layer = attention_layer(shape, None)
-    tried = [batch_shape(layer, batch, True), OLD[min(OLD, key=lambda n: abs(n - batch))]]
+    tried = [batch_shape(shape.attention_layer(), batch, True), OLD[min(OLD, key=lambda n: abs(n - batch))]]
     tried += [WarpShape(*one) for one in (FEW if batch <= 16 else MANY)]
     if shape.head_dim <= 64:  # tiles of half the size: more of them
         tried += [WarpShape(*one[:3], 2 * one[3], one[4]) for one in (FEW if batch <= 16 else MANY)]
@@ -66,13 +64,6 @@ def shapes_of(shape: DecodeShape, batch: int) -> list[BatchShape]:
         for one in dict.fromkeys(tried)
         if one.splits == 1 or one.splits * batch * shape.num_kv_heads <= MAX_PROGRAMS
     ]
-
-
-def attention_layer(shape: DecodeShape, qk_norm: torch.Tensor | None) -> AttentionLayer:
-    dim = shape.head_dim
-    return AttentionLayer(
-        shape.num_heads, shape.num_kv_heads, dim, dim**-0.5, dim, 0, qk_norm=qk_norm, eps=1e-6
-    )
 
 
 class Chain:
@@ -107,7 +98,7 @@ class Chain:
             cache = [self._random(batch * columns + 1, kv_heads, PAGE, dim) for _ in range(2)]
             self.layers.append((linears, cache))
         qk_norm = 1 + self._random(shape.num_heads + kv_heads, dim, scale=0.1) if shape.has_qk_norm else None
-        self.attention = attention_layer(shape, qk_norm)
+        self.attention = shape.attention_layer(qk_norm)
         uses_pdl = device.type != "cpu"
         self.linear = DecodeLinear(device, has_gluon=True, uses_pdl=uses_pdl)
         self.attend = DecodeAttention(device, [self.attention], batch, uses_pdl, True)

@@ -275,7 +275,7 @@ def run_variants(model: str, batches: list[int], budget_s: float) -> list[dict[s
 
 def _step_bytes(shape: Any, batch: int) -> int:
     """Weights once, keys and values of the mean context."""
-    weights = sum(rows * columns for rows, columns, _, _ in shape.linears.values()) * _num_layers(shape.name)
+    weights = shape.layer_weights * _num_layers(shape.name)
     kept = (
         2 * shape.num_kv_heads * shape.head_dim * (PROMPT_TOKENS + NEW_TOKENS // 2) * _num_layers(shape.name)
     )

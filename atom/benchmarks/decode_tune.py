@@ -169,7 +169,7 @@ def tune_layers(layers: Layers, deadline: float) -> dict[str, Any]:
     shape, n = layers.shape, layers.num_tokens
     best = {part: choices_of(shape, part, n)[0] for part in PARTS}
     fastest = usual = layers.time_us(best)
-    floor = sum(rows * columns for rows, columns, *_ in shape.linears.values()) * 2 / H200.read_gb_s / 1e3
+    floor = 2 * shape.layer_weights / H200.read_gb_s / 1e3
     print(f"## {shape.name} M={n}: floor {floor:.1f} us a layer, usual choices {usual:.2f}", flush=True)
     timed: dict[str, list[tuple[float, str, tuple[int, ...]]]] = {}
     for number, part in enumerate(PARTS):
@@ -277,7 +277,7 @@ def measured_of(shapes: list[DecodeShape], table: dict[tuple[LinearShape, int], 
 def run_one(shape: DecodeShape, batches: list[int], budget_s: float) -> None:
     """Tune one model in this process."""
     device = torch.device("cuda")
-    size = sum(rows * columns for rows, columns, *_ in shape.linears.values())
+    size = shape.layer_weights
     count = max(2, ROTATED_BYTES // (2 * size))
     pool = torch.empty(count * size, dtype=torch.bfloat16, device=device).normal_().mul_(0.01)
     began = time.monotonic()

@@ -46,7 +46,7 @@ def check_attention(
     import torch
 
     from atom.kernels.reference.decode import fused_attention
-    from atom.kernels.triton.fused_attention_launch import AttentionLayer, DecodeAttention, StepTables
+    from atom.kernels.triton.fused_attention_launch import DecodeAttention, StepTables
 
     device, half, page = torch.device("cuda"), torch.bfloat16, 16
     heads, kv_heads, dim, columns = shape.num_heads, shape.num_kv_heads, shape.head_dim, 577
@@ -55,7 +55,7 @@ def check_attention(
         return (torch.randn(size, device=device) * scale).to(half)
 
     norm = 1 + random(heads + kv_heads, dim, scale=0.1) if shape.has_qk_norm else None
-    layer = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=norm, eps=1e-6)
+    layer = shape.attention_layer(norm)
     run = DecodeAttention(
         device, [layer], 64, True, grouped is not None, column_shape=column, grouped_shape=grouped
     )

@@ -46,7 +46,7 @@ def test_a_chain_is_a_step(chain):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_the_choice_of_serving_is_timed_first(shape, batch):
     forms = shapes_of(shape, batch)
-    assert forms[0] == batch_shape(decode_batches.attention_layer(shape, None), batch, True)
+    assert forms[0] == batch_shape(shape.attention_layer(), batch, True)
     assert len(set(forms)) == len(forms) > 8
     assert all(one.splits == 1 or one.splits * batch * shape.num_kv_heads <= MAX_PROGRAMS for one in forms)
 

@@ -106,7 +106,7 @@ def test_attention_of_very_few_sequences(shape):
 
     A variant takes seconds to compile; ``decode_chain --variants`` checks all of them.
     """
-    layer = AttentionLayer(shape.num_heads, shape.num_kv_heads, shape.head_dim, 1.0, 0, 0)
+    layer = shape.attention_layer()
     variants = [{"column": column_shape(layer)}]
     if IS_HOPPER:
         others = GroupedShape(4, 8, 2, 144), GroupedShape(8, 4, 5, 255)

@@ -10,8 +10,8 @@ from atom.kernels.triton.fused_attention_launch import (
     fits_grouped,
     grouped_shape,
 )
+from tests.helpers.decode_case import DEVICE, Case
 from tests.helpers.interpreted_gluon import use_gluon_kernels
-from tests.kernels.test_triton_decode import DEVICE, Case
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu runs the kernel itself")
 LENS = [1, 17, 0, 200, 64, 65]

@@ -13,12 +13,17 @@ from typing import Any
 
 from atom.benchmarks.decode_launches import DecodeShape, Recorder, record_step
 from atom.benchmarks.gpu_measure import relative_error
-from atom.kernels.triton.fused_attention_launch import ColumnShape, GroupedShape, WarpShape
+from atom.kernels.triton.fused_attention_launch import (
+    ColumnShape,
+    GroupedShape,
+    WarpShape,
+    batch_shape,
+)
 
 MAX_ERROR = 1e-2  # of bf16 against fp32, as a share of the norm
 MEAN_CONTEXT = 256  # of the workload
 COLUMNS = (ColumnShape(4, 8, 64, 6), ColumnShape(4, 16, 128, 3), ColumnShape(2, 16, 128, 3))
-GROUPED = (  # parts, warps, tiles ahead, registers; for one or two sequences
+GROUPED = (  # parts, warps, tiles ahead, registers; for one or two sequences, the choices of serving among them
     (8, 8, 3, 208), (8, 8, 3, 192), (4, 8, 3, 192), (4, 8, 3, 144), (4, 8, 2, 144), (8, 4, 5, 255), (8, 4, 4, 255),
     (4, 4, 4, 255),
 )  # fmt: skip
@@ -30,8 +35,10 @@ BATCH_SHAPES = {  # by the most sequences; short contexts like no splits, long o
 }
 
 
-def attention_shapes(batch: int) -> tuple[WarpShape, ...]:
-    return BATCH_SHAPES[16 if batch <= 16 else 64]
+def attention_shapes(shape: DecodeShape, batch: int) -> list[WarpShape]:
+    """What is tried beside the choice of serving."""
+    usual = batch_shape(shape.attention_layer(), batch, True)
+    return [one for one in BATCH_SHAPES[16 if batch <= 16 else 64] if one != usual]
 
 
 def grouped_shapes(shape: DecodeShape) -> list[GroupedShape]:
@@ -99,7 +106,7 @@ def record_variants(recorder: Recorder, shape: DecodeShape, batch: int) -> None:
         for one in grouped_shapes(shape):
             record_step(recorder, shape, batch, grouped_shape=one)
         return
-    for one in attention_shapes(batch):
+    for one in attention_shapes(shape, batch):
         record_step(recorder, shape, batch, batch_shape=one)
 
 
@@ -136,7 +143,7 @@ def time_variants(
         attention._grouped_shape = attention._column_shape = None
         replays.record()
         return found
-    for one in attention_shapes(batch):
+    for one in attention_shapes(shape, batch):
         attention._batch_shape = one
         measure(f"{one}")
     attention._batch_shape = None

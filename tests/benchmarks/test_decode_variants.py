@@ -45,8 +45,8 @@ def fused():
 def test_batches_are_timed_in_every_form_and_without_attention(fused, capsys):
     replays, attention = Replays(fused, 8), fused._attention
     found = time_variants(fused, replays, SHAPE)
-    assert replays.seen == ["usual", *attention_shapes(8), None, "usual"]
-    assert set(found) == {"usual", "no attention", *map(str, attention_shapes(8))} - {
+    assert replays.seen == ["usual", *attention_shapes(SHAPE, 8), None, "usual"]
+    assert set(found) == {"usual", "no attention", *map(str, attention_shapes(SHAPE, 8))} - {
         "WarpShape(splits=1, keys=16, num_warps=4, num_stages=4, max_registers=128)"
     }
     assert "out of resource" in capsys.readouterr().out

@@ -1,13 +1,16 @@
-"""Measuring in a fresh process: how the child prints its result and the parent reads it."""
+"""Measuring in a fresh process: how the child prints its result, or line after line, and the parent reads it."""
 
+import json
 import os
 import subprocess
 import sys
-from typing import TypeVar
+import time
+from typing import Any, TypeVar
 
 import msgspec
 
 _MARK = "RESULT "
+_LINE_MARK = "LINE "
 _TIMEOUT_S = 600.0
 _SHOWN = 2000  # characters of a failed child's output that an error shows
 
@@ -75,3 +78,26 @@ def run_child(
     if result is None or child.returncode != 0:
         raise ChildError(f"{' '.join(command)}: exit code {child.returncode}\n{child.stdout[-_SHOWN:]}")
     return result
+
+
+def print_line(line: dict[str, Any]) -> None:
+    """In the child: hand one of several results to the parent."""
+    print(_LINE_MARK + json.dumps(line), flush=True)
+
+
+def lines_of_child(module: str, args: list[str], label: str) -> list[dict[str, Any]]:
+    """Run ``python -m module`` and pass on what it prints, all but its lines, which are returned.
+
+    A child that fails loses only the lines that it had not printed; its exit status is told beside ``label``.
+    """
+    began, lines = time.monotonic(), []
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", module, *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        for text in child.stdout:
+            if text.startswith(_LINE_MARK):
+                lines.append(json.loads(text.removeprefix(_LINE_MARK)))
+            else:
+                print(text, end="", flush=True)
+    print(f"[{label}: {time.monotonic() - began:.0f} s, exit status {child.returncode}]", flush=True)
+    return lines

@@ -21,10 +21,12 @@ from atom.benchmarks.decode_launches import (
     compile_side_by_side,
     launches_of,
 )
+from atom.benchmarks.gpu_measure import device_us, record_graph, relative_error
+from atom.benchmarks.gpu_roofline import H200
 from atom.errors import ConfigError
-from atom.kernels.triton.decode_attend import (
+from atom.kernels.triton.decode_linear import MAX_TOKENS, DecodeLinear, LinearArguments
+from atom.kernels.triton.fused_attention_launch import (
     MAX_PROGRAMS,
-    AttentionLayer,
     BatchShape,
     DecodeAttention,
     SplitShape,
@@ -32,7 +34,6 @@ from atom.kernels.triton.decode_attend import (
     WarpShape,
     batch_shape,
 )
-from atom.kernels.triton.decode_linear import MAX_TOKENS, DecodeLinear, LinearArguments
 
 CONTEXTS = {256: (144, 208, 272, 336), 1100: (1040, 1160)}  # a figure is the mean over these lengths
 LONGEST = 1184
@@ -40,25 +41,21 @@ PAGE = 16
 MIN_BATCH = 2  # one has a kernel of its own
 NUM_LAYERS = 6
 BOUND = 1e-2  # relative error of bf16 against fp32
-READ_BANDWIDTH = 4438e9  # bytes a second of an H200, measured
 OLD = {8: SplitShape(8, 64, 4, 3), 32: SplitShape(1, 64, 4, 3), 64: SplitShape(1, 64, 4, 3)}
 # Splits, keys of a warp, warps, stages, registers.
 FEW = (
-    (1, 16, 8, 1, 128), (1, 16, 8, 2, 128), (1, 16, 4, 4, 128), (2, 16, 4, 2, 128), (2, 16, 8, 1, 128),
-    (4, 16, 4, 1, 128), (4, 16, 4, 2, 128), (4, 16, 4, 3, 0), (4, 16, 2, 2, 128), (8, 16, 2, 2, 128),
-    (8, 16, 4, 2, 128), (16, 16, 4, 1, 0), (8, 16, 1, 4, 128),
+    (1, 16, 8, 1, 128), (1, 16, 8, 2, 128), (1, 16, 4, 4, 128), (4, 16, 4, 1, 128), (4, 16, 4, 2, 128),
+    (4, 16, 4, 3, 0), (4, 16, 2, 2, 128), (8, 16, 2, 2, 128),
 )  # fmt: skip
 MANY = (
     (1, 16, 4, 1, 128), (1, 16, 4, 2, 128), (1, 16, 4, 3, 0), (2, 16, 4, 3, 0), (1, 16, 8, 1, 128),
-    (1, 16, 8, 2, 128), (1, 16, 2, 4, 128), (2, 16, 4, 1, 128), (2, 16, 4, 2, 128), (2, 16, 2, 2, 128),
-    (2, 16, 2, 4, 128), (4, 16, 2, 2, 128), (1, 16, 2, 2, 128),
+    (1, 16, 8, 2, 128), (1, 16, 2, 4, 128), (2, 16, 4, 1, 128), (2, 16, 2, 2, 128), (1, 16, 2, 2, 128),
 )  # fmt: skip
 
 
 def shapes_of(shape: DecodeShape, batch: int) -> list[BatchShape]:
     """What is timed: the choice of serving first, the portable kernel, then what else fits."""
-    layer = attention_layer(shape, None)
-    tried = [batch_shape(layer, batch, True), OLD[min(OLD, key=lambda n: abs(n - batch))]]
+    tried = [batch_shape(shape.attention_layer(), batch, True), OLD[min(OLD, key=lambda n: abs(n - batch))]]
     tried += [WarpShape(*one) for one in (FEW if batch <= 16 else MANY)]
     if shape.head_dim <= 64:  # tiles of half the size: more of them
         tried += [WarpShape(*one[:3], 2 * one[3], one[4]) for one in (FEW if batch <= 16 else MANY)]
@@ -67,13 +64,6 @@ def shapes_of(shape: DecodeShape, batch: int) -> list[BatchShape]:
         for one in dict.fromkeys(tried)
         if one.splits == 1 or one.splits * batch * shape.num_kv_heads <= MAX_PROGRAMS
     ]
-
-
-def attention_layer(shape: DecodeShape, qk_norm: torch.Tensor | None) -> AttentionLayer:
-    dim = shape.head_dim
-    return AttentionLayer(
-        shape.num_heads, shape.num_kv_heads, dim, dim**-0.5, dim, 0, qk_norm=qk_norm, eps=1e-6
-    )
 
 
 class Chain:
@@ -108,7 +98,7 @@ class Chain:
             cache = [self._random(batch * columns + 1, kv_heads, PAGE, dim) for _ in range(2)]
             self.layers.append((linears, cache))
         qk_norm = 1 + self._random(shape.num_heads + kv_heads, dim, scale=0.1) if shape.has_qk_norm else None
-        self.attention = attention_layer(shape, qk_norm)
+        self.attention = shape.attention_layer(qk_norm)
         uses_pdl = device.type != "cpu"
         self.linear = DecodeLinear(device, has_gluon=True, uses_pdl=uses_pdl)
         self.attend = DecodeAttention(device, [self.attention], batch, uses_pdl, True)
@@ -165,13 +155,10 @@ class Chain:
             for _ in range(3):
                 self.attended.fill_(float("nan"))
                 self.attend_layer()
-                error = float((self.attended.float() - wanted).norm() / wanted.norm())
+                error = relative_error(self.attended, wanted)
                 if not error < BOUND:
                     return f"error {error:.1e}"
-            stored = [
-                float((a.float() - b.float()).norm() / b.float().norm())
-                for a, b in zip(own, cache, strict=True)
-            ]
+            stored = [relative_error(a, b) for a, b in zip(own, cache, strict=True)]
             if not max(stored) < 1e-3:
                 return f"stored keys and values differ by {max(stored):.1e}"
             return "arrivals are left behind" if bool(self.attend._arrivals.any()) else None
@@ -191,15 +178,7 @@ class Chain:
 
     def record(self, has_attention: bool = True) -> Any:
         """A graph of the step."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            self.run(has_attention)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                self.run(has_attention)
-        return graph
+        return record_graph(lambda: self.run(has_attention))
 
     def time_us(self, graph: Any, length: int, replays: int = 12) -> float:
         """Microseconds a layer of replays with contexts of ``length``: the best of three runs."""
@@ -208,13 +187,7 @@ class Chain:
         for _ in range(3):
             self.x.normal_()
             graph.replay()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(replays):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, begin.elapsed_time(end) * 1e3 / replays / len(self.layers))
+            best = min(best, device_us(graph.replay, replays) / len(self.layers))
         return best
 
 
@@ -298,7 +271,7 @@ def time_attention(
         share = (began + budget_s - time.monotonic()) / (len(todo) - number)
         found = time_batch(shape, batch, time.monotonic() + share)
         kept = 4 * shape.num_kv_heads * shape.head_dim * batch
-        floors = {c: kept * sum(n) / len(n) / READ_BANDWIDTH * 1e6 for c, n in CONTEXTS.items()}
+        floors = {c: kept * sum(n) / len(n) / H200.read_gb_s / 1e3 for c, n in CONTEXTS.items()}
         if found:
             tables.append(table_of(shape.name, batch, floors, found))
         torch.cuda.empty_cache()

@@ -10,26 +10,25 @@ time of the recorded step, its context growing from 128 to 384; ``engine`` the w
 engine core, with scheduling, sampling and reading back. Weights are random, of the models' real shapes. Each model
 runs in a process of its own, after its kernels were compiled side by side. ``--plain`` times the modules as well,
 ``--parts`` what a step takes without its attention and without its head, ``--variants`` recorded steps with other
-block sizes, and nothing else.
+forms of attention, and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from atom.benchmarks.child import lines_of_child, print_line
 from atom.benchmarks.decode_launches import SHAPES, compile_side_by_side, launches_of, record_step
+from atom.benchmarks.gpu_measure import device_us, relative_error
+from atom.benchmarks.gpu_roofline import H200
 
 MODELS = Path(__file__).parent / "models"
 BATCHES, ATTENTION_BATCHES = (1, 8, 32), (8, 32, 64)
 PROMPT_TOKENS, NEW_TOKENS = 128, 256
-READ_BANDWIDTH = 4438e9  # bytes a second of an H200, measured
 TARGETS = {  # milliseconds a token, first and final
     "qwen3-0.6b": {1: (0.75, 0.50), 8: (0.90, 0.60), 32: (1.15, 0.85)},
     "llama-3.2-1b": {1: (0.95, 0.72), 8: (1.05, 0.80), 32: (1.20, 0.95)},
@@ -139,17 +138,11 @@ class Replays:
 
     def time_ms(self, steps: int = NEW_TOKENS - 2, repeats: int = 3, context: int = PROMPT_TOKENS) -> float:
         """Milliseconds a replay: the best of ``repeats`` runs over ``steps`` contexts from ``context`` on."""
-        torch, best = self.torch, float("inf")
+        best = float("inf")
         for _ in range(repeats):
             self.reset(context)
             self.run()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(steps):
-                self.run()
-            end.record()
-            end.synchronize()
-            best = min(best, begin.elapsed_time(end) / steps)
+            best = min(best, device_us(self.run, steps) / 1e3)
         self.reset()
         return best
 
@@ -193,7 +186,7 @@ class Replays:
             first = first or now
             alike += all(self.torch.equal(a, b) for a, b in zip(now, first, strict=True))
             same += all(self.torch.equal(a, b) for a, b in zip(now, plain, strict=True))
-        error = float((first[0].float() - plain[0].float()).norm() / plain[0].float().norm())
+        error = relative_error(first[0], plain[0])
         return (
             f"{alike}/{count} replays alike, {same}/{count} equal to plain launches (difference {error:.1e})"
         )
@@ -213,7 +206,7 @@ class Replays:
             logits = model.compute_logits(plain[: self.batch]).float()
         finally:
             model.fused = fused
-        error = float((hidden.float() - plain.float()).norm() / plain.float().norm())
+        error = relative_error(hidden, plain)
         gap = float((logits.amax(-1) - logits.gather(-1, ids[:, None])[:, 0]).max())
         scale = float(logits.std())
         verdict = "ok" if error < 5e-2 and gap < 0.3 * scale else "WRONG"
@@ -255,7 +248,7 @@ def run_model(model: str, batches: list[int], with_plain: bool, with_parts: bool
             line["modules_graph_ms"] = replays.time_ms()
             core.worker.model.fused = fused
             replays.record()
-        line["bound_ms"] = _step_bytes(shape, batch) / READ_BANDWIDTH * 1e3
+        line["bound_ms"] = _step_bytes(shape, batch) / H200.read_gb_s / 1e6
         print(json.dumps(line), flush=True)
         lines.append(line)
     return lines
@@ -282,7 +275,7 @@ def run_variants(model: str, batches: list[int], budget_s: float) -> list[dict[s
 
 def _step_bytes(shape: Any, batch: int) -> int:
     """Weights once, keys and values of the mean context."""
-    weights = sum(rows * columns for rows, columns, _, _ in shape.linears.values()) * _num_layers(shape.name)
+    weights = shape.layer_weights * _num_layers(shape.name)
     kept = (
         2 * shape.num_kv_heads * shape.head_dim * (PROMPT_TOKENS + NEW_TOKENS // 2) * _num_layers(shape.name)
     )
@@ -359,7 +352,9 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, help="default 1 8 32, for --attention 8 32 64")
     parser.add_argument("--plain", action="store_true", help="time the modules too")
     parser.add_argument("--parts", action="store_true", help="time steps without attention and without head")
-    parser.add_argument("--variants", action="store_true", help="time recorded steps with other block sizes")
+    parser.add_argument(
+        "--variants", action="store_true", help="time recorded steps with other forms of attention"
+    )
     parser.add_argument(
         "--budget",
         type=float,
@@ -395,7 +390,7 @@ def main() -> None:
             else:
                 lines = run_model(model, args.batches, args.plain, args.parts)
             for line in lines:
-                print("LINE " + json.dumps(line), flush=True)
+                print_line(line)
         return
     record = record_step
     if args.variants:
@@ -407,28 +402,16 @@ def main() -> None:
         return
     lines = []
     for model in args.models:
-        lines += _run_child(model, args)
+        lines += lines_of_child("atom.benchmarks.decode_chain", _child_args(model, args), model)
     if args.json is not None:
         args.json.write_text(json.dumps(lines, indent=1))
     print(variants_of(lines) if args.variants else table_of(lines))
 
 
-def _run_child(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The model's lines from a process of its own, whose other output is passed on."""
-    command = [sys.executable, "-m", "atom.benchmarks.decode_chain", "--one", "--models", model, "--batches"]
-    command += [str(batch) for batch in args.batches]
-    command += ["--plain"] * args.plain + ["--parts"] * args.parts + ["--variants"] * args.variants
-    command += ["--budget", str(args.budget)]
-    began, lines = time.monotonic(), []
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
-        for text in child.stdout:
-            if text.startswith("LINE "):
-                lines.append(json.loads(text[5:]))
-            else:
-                print(text, end="", flush=True)
-    print(f"[{model}: {time.monotonic() - began:.0f} s, exit status {child.returncode}]", flush=True)
-    return lines
+def _child_args(model: str, args: argparse.Namespace) -> list[str]:
+    """For the process that runs one model."""
+    command = ["--one", "--models", model, "--batches", *map(str, args.batches), "--budget", str(args.budget)]
+    return command + ["--plain"] * args.plain + ["--parts"] * args.parts + ["--variants"] * args.variants
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from atom.kernels.triton.compile_ahead import Launch, Recorder, recording
 from atom.platforms import get_platform
+
+if TYPE_CHECKING:
+    from atom.kernels.triton.fused_attention_launch import AttentionLayer
 
 META = torch.device("meta")
 
@@ -44,6 +47,18 @@ class DecodeShape:
             "gate_up": (2 * inner, hidden, True, 1),
             "down": (hidden, inner, False, 0),
         }
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer's products."""
+        return sum(rows * columns for rows, columns, *_ in self.linears.values())
+
+    def attention_layer(self, qk_norm: torch.Tensor | None = None) -> AttentionLayer:
+        """As ``DecodeAttention`` takes it; ``qk_norm [heads + kv heads, head_dim]``."""
+        from atom.kernels.triton.fused_attention_launch import AttentionLayer
+
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        return AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=qk_norm, eps=1e-6)
 
 
 SHAPES = (
@@ -93,18 +108,16 @@ def record_step(
     column_shape: Any = None,
     batch_shape: Any = None,
     grouped_shape: Any = None,
-    table: dict[Any, Any] | None = None,
-    halves_norms: bool = True,
 ) -> None:
     """Let ``recorder`` see every launch of a step of ``num_tokens`` sequences."""
-    from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
     from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
     from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
+    from atom.kernels.triton.fused_attention_launch import DecodeAttention, StepTables
 
     n, hidden, dim = num_tokens, shape.hidden_size, shape.head_dim
     where = f"{shape.name} M={n}"
     long = {"dtype": torch.int64}
-    linear = DecodeLinear(META, has_gluon=has_gluon, uses_pdl=uses_pdl, table=table)
+    linear = DecodeLinear(META, has_gluon=has_gluon, uses_pdl=uses_pdl)
     norm = empty(hidden)
     next_x, scaled = empty(n, hidden), None
     for part in ("o", "gate_up", "down", "qkv"):
@@ -117,13 +130,13 @@ def record_step(
             if part == "qkv":  # of the first layer
                 linear(empty(n, columns), layer, out, waits=False)
             continue
-        next_norm = norm if n > 1 and halves_norms else None
+        next_norm = norm if n > 1 else None
         scaled = linear(empty(n, columns), layer, out, out, next_norm=next_norm, next_x=next_x)
         if part == "down" and n > 1:  # of the last layer
             linear(empty(n, columns), layer, out, out)
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     qk_norm = empty(heads + kv_heads, dim) if shape.has_qk_norm else None
-    attention = AttentionLayer(heads, kv_heads, dim, dim**-0.5, dim, 0, qk_norm=qk_norm, eps=1e-6)
+    attention = shape.attention_layer(qk_norm)
     attend = DecodeAttention(
         META, [attention], 64, uses_pdl, has_gluon, column_shape, batch_shape, grouped_shape
     )

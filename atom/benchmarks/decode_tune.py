@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
+import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from atom.benchmarks.child import lines_of_child, print_line
 from atom.benchmarks.decode_launches import (
     META,
     SHAPES,
@@ -30,6 +29,8 @@ from atom.benchmarks.decode_launches import (
     compile_side_by_side,
     launches_of,
 )
+from atom.benchmarks.gpu_measure import device_us, record_graph, relative_error
+from atom.benchmarks.gpu_roofline import H200
 from atom.kernels.triton.decode_linear import (
     CLASSES,
     Choice,
@@ -47,7 +48,6 @@ from atom.platforms import get_platform
 BATCHES = (8, 32, 64)
 PARTS = ("o", "down", "gate_up", "qkv")  # in the order they are tuned: who leaves half a norm first
 ROTATED_BYTES = 400 << 20  # weights that take turns
-READ_BANDWIDTH = 4438e9  # bytes a second of an H200, measured
 BOUND = 1e-2  # relative error of bf16 against fp32
 NUM_SHARES = 48  # of the sums of squares, where no launch left them
 EPS = 1e-6
@@ -147,40 +147,21 @@ class Layers:
         self.run._workspace.partial.fill_(float("nan"))
         for _ in range(2):  # arrivals are left as they were found
             left = self.run(x, layer, out, residual, choice=choice, **options)
-        if not (error := _error(out, wanted)) < BOUND:
+        if not (error := relative_error(out, wanted)) < BOUND:
             return f"error {error:.1e}"
         if left is not None:
-            if not (error := _error(next_x, out.float() * self.norm.float())) < BOUND:
+            if not (error := relative_error(next_x, out.float() * self.norm.float())) < BOUND:
                 return f"error of the next input {error:.1e}"
             sums = shares[: left.num_shares * padded].view(-1, padded).sum(0)[: self.num_tokens]
-            if not (error := _error(sums, out.float().square().sum(1))) < 1e-3:
+            if not (error := relative_error(sums, out.float().square().sum(1))) < 1e-3:
                 return f"error of the squares {error:.1e}"
         return ""
 
     def time_us(self, choices: Choices, repeats: int = 15) -> float:
         """Median microseconds a layer of recorded layers."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            self.x.normal_()
-            self.launch(choices)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                self.launch(choices)
-        times = []
-        for _ in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-        return sorted(times)[len(times) // 2] / len(self.layers)
-
-
-def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+        self.x.normal_()
+        graph = record_graph(lambda: self.launch(choices))
+        return statistics.median(device_us(graph.replay) for _ in range(repeats)) / len(self.layers)
 
 
 def tune_layers(layers: Layers, deadline: float) -> dict[str, Any]:
@@ -188,7 +169,7 @@ def tune_layers(layers: Layers, deadline: float) -> dict[str, Any]:
     shape, n = layers.shape, layers.num_tokens
     best = {part: choices_of(shape, part, n)[0] for part in PARTS}
     fastest = usual = layers.time_us(best)
-    floor = sum(rows * columns for rows, columns, *_ in shape.linears.values()) * 2 / READ_BANDWIDTH * 1e6
+    floor = 2 * shape.layer_weights / H200.read_gb_s / 1e3
     print(f"## {shape.name} M={n}: floor {floor:.1f} us a layer, usual choices {usual:.2f}", flush=True)
     timed: dict[str, list[tuple[float, str, tuple[int, ...]]]] = {}
     for number, part in enumerate(PARTS):
@@ -258,7 +239,9 @@ def tune(
     compile_side_by_side(launches_of(lambda recorder: record_all(recorder, shapes, batches)))
     lines: list[dict[str, Any]] = []
     for shape in shapes:
-        lines += _run_child(shape.name, batches, budget_s / len(shapes))
+        args = ["--one", "--models", shape.name, "--batches", *map(str, batches)]
+        args += ["--budget", str(budget_s / len(shapes))]
+        lines += lines_of_child("atom.benchmarks.decode_tune", args, shape.name)
     if json_folder is not None:
         folder = Path(json_folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -291,33 +274,16 @@ def measured_of(shapes: list[DecodeShape], table: dict[tuple[LinearShape, int], 
     return "\n".join(f"    {key}: (\n{text}\n    )," for key, text in entries.items())
 
 
-def _run_child(model: str, batches: list[int], budget_s: float) -> list[dict[str, Any]]:
-    """The model's lines from a process of its own, whose other output is passed on."""
-    command = [sys.executable, "-m", "atom.benchmarks.decode_tune", "--one", "--models", model, "--batches"]
-    command += [*map(str, batches), "--budget", str(budget_s)]
-    began, lines = time.monotonic(), []
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
-        for text in child.stdout:
-            if text.startswith("LINE "):
-                lines.append(json.loads(text[5:]))
-            else:
-                print(text, end="", flush=True)
-    print(f"[{model}: {time.monotonic() - began:.0f} s, exit status {child.returncode}]", flush=True)
-    return lines
-
-
 def run_one(shape: DecodeShape, batches: list[int], budget_s: float) -> None:
     """Tune one model in this process."""
     device = torch.device("cuda")
-    size = sum(rows * columns for rows, columns, *_ in shape.linears.values())
+    size = shape.layer_weights
     count = max(2, ROTATED_BYTES // (2 * size))
     pool = torch.empty(count * size, dtype=torch.bfloat16, device=device).normal_().mul_(0.01)
     began = time.monotonic()
     for number, n in enumerate(batches):
         deadline = began + budget_s * (number + 1) / len(batches)
-        line = tune_layers(Layers(shape, n, device, pool), deadline)
-        print("LINE " + json.dumps(line), flush=True)
+        print_line(tune_layers(Layers(shape, n, device, pool), deadline))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from atom.benchmarks.gpu_measure import device_us, record_graph, relative_error
 from atom.benchmarks.gpu_roofline import H200
 from atom.benchmarks.gpu_sampling import bench_sampling
 from atom.kernels.reference import activation, norm, rotary
@@ -49,12 +50,10 @@ class Heads(NamedTuple):
 MODELS = {"8B": Heads(32, 8, 128), "0.6B": Heads(16, 8, 128), "1B": Heads(32, 8, 64)}
 HIDDEN = {"8B": (4096, 14336), "0.6B": (1024, 3072), "1B": (2048, 8192)}
 PREFILLS = {"2048": [2048], "8192": [8192], "16x1024": [1024] * 16}
-VARLEN_SHAPES = [
+VARLEN_SHAPES = [  # of the portable kernel
     TileShape(64, 64, 4, 3, True),
     TileShape(128, 64, 8, 3, True),
     TileShape(128, 128, 8, 3, True),
-    TileShape(64, 64, 4, 2, True),
-    TileShape(128, 128, 8, 2, True),
 ]
 DECODE_SHAPES = [(64, 2, 3), (64, 4, 3), (64, 4, 2), (32, 2, 4), (128, 4, 2), (64, 2, 2)]
 # Heads and tokens a program, warps.
@@ -115,22 +114,13 @@ def format_row(row: dict[str, Any]) -> str:
 
 def time_us(calls: list[Callable[[], Any]], repeats: int = 15) -> float:
     """Median microseconds of one of ``calls``, which are captured behind each other and replayed."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for call in calls:
             call()
-    samples = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(samples)
+
+    graph = record_graph(run)
+    return statistics.median(device_us(graph.replay) for _ in range(repeats)) / len(calls)
 
 
 def compile_all(calls: list[Callable[[], Any]]) -> None:
@@ -144,12 +134,6 @@ def compile_all(calls: list[Callable[[], Any]]) -> None:
     with ThreadPoolExecutor(NUM_COMPILERS) as pool:
         list(pool.map(run, calls))
     torch.cuda.synchronize()
-
-
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """NaN stays NaN, which passes no comparison."""
-    wanted = wanted.float()
-    return float((found.float() - wanted).norm() / wanted.norm())
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from atom.benchmarks.gpu_measure import device_us
 from atom.benchmarks.gpu_roofline import H200
 from atom.kernels.reference import sampling as reference
 from atom.kernels.reference.sampling import Draw
@@ -43,15 +44,7 @@ def make_draw(n: int, temperature: float, top_k: int, top_p: float, min_p: float
 def time_eagerly(call: Callable[[], Any], repeats: int = 5) -> float:
     """Median microseconds on the device of a call that cannot be recorded."""
     call()
-    samples = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(samples)
+    return statistics.median(device_us(call) for _ in range(repeats))
 
 
 def time_host(call: Callable[[], Any], repeats: int = 200) -> float:

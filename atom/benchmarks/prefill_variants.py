@@ -1,6 +1,6 @@
 """Prefill attention kernels on an H200, beside each other: checked against fp32 on fresh random data, then timed.
 
-    python -m atom.benchmarks.prefill_variants [--variants portable specialised turns plain] [--limit 100]
+    python -m atom.benchmarks.prefill_variants [--variants gluon portable] [--limit 100]
 
 Every kernel runs in a child process, one after the other, so that one that hangs is killed and the others go on; the
 children compile side by side before. Queries, keys and values are views of one packed projection, as the engine has
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from atom.benchmarks.gpu_roofline import H200
 
-VARIANTS = ("specialised", "turns", "plain", "portable")
+VARIANTS = ("gluon", "portable")
 MAX_ERROR = 1e-2  # ||found - wanted|| / ||wanted|| of one sequence
 CHECKED = [
     (128, 1),
@@ -58,14 +58,10 @@ CASES = [Case(model, lens) for model in ("0.6B", "1B", "8B") for lens in ((2048,
 
 def shapes_of(variant: str) -> list[Any]:
     """Tile shapes to try, the engine's first."""
-    from atom.kernels.triton.varlen_attention import TileShape
+    from atom.benchmarks.gpu_kernels import VARLEN_SHAPES
+    from atom.kernels.triton.varlen_attention import HOPPER_SHAPE
 
-    if variant == "portable":
-        blocks = [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2)]
-        return [TileShape(*block, True) for block in blocks]
-    if variant == "plain":
-        return [TileShape(128, 128, 8, 2, True, variant), TileShape(128, 64, 8, 3, True, variant)]
-    return [TileShape(128, 128, 12, 2, True, variant)]
+    return VARLEN_SHAPES if variant == "portable" else [HOPPER_SHAPE]
 
 
 # -- the child: one variant
@@ -149,7 +145,7 @@ def check(shape: Any, dim: int, group: int) -> float:
     """The largest error of a sequence of a mixed step; NaN and padding that is not zero count as infinite."""
     import torch
 
-    from atom.benchmarks.gpu_kernels import relative_error
+    from atom.benchmarks.gpu_measure import relative_error
 
     step = mixed_step(dim, group)
     worst = 0.0
@@ -180,7 +176,8 @@ def time_case(case: Case, step: Step, shape: Any) -> tuple[float, float]:
     """(microseconds, error at a few rows of the first and the last sequence)."""
     import torch
 
-    from atom.benchmarks.gpu_kernels import random, relative_error, time_us
+    from atom.benchmarks.gpu_kernels import random, time_us
+    from atom.benchmarks.gpu_measure import relative_error
 
     tiles = step.plan(shape)
     step.output.fill_(float("nan"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 
-from atom.kernels.triton.decode_attend import AttentionLayer, DecodeAttention, StepTables
 from atom.kernels.triton.decode_linear import (
     MAX_TOKENS,
     DecodeLinear,
@@ -23,6 +22,7 @@ from atom.kernels.triton.decode_linear import (
 from atom.kernels.triton.decode_parts import ACTIVATIONS, compact
 from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
 from atom.kernels.triton.decode_table import load_table
+from atom.kernels.triton.fused_attention_launch import AttentionLayer, DecodeAttention, StepTables
 from atom.model_ops.dense_decoder import DenseDecoder, DenseLayer, FusedDecoder
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.linear import LinearBase
@@ -181,7 +181,6 @@ class FusedCudaDecoder(FusedDecoder):
 
         hidden_size, vocab = self._table.shape[1], len(weight)
         self._x, self._scaled = room(hidden_size), room(hidden_size)
-        self._halves_norms = True  # whether the launch before a norm does its share of it, for several tokens
         self._qkv = room(len(first.qkv.weight))
         self._attended = room(first.output.weight.shape[1])
         self._gated = room(first.down.weight.shape[1])
@@ -288,8 +287,8 @@ class FusedCudaDecoder(FusedDecoder):
             # read before a kernel waits.
             linear(x, layer.qkv, qkv, waits=index > 0, scaled=scaled)
             self._attention(qkv, layer.attention, cache.k_cache, cache.v_cache, step, attended)
-            halves = self._halves_norms and n > 1
-            norms = (layer.gate_up.norm, following[index]) if halves else (None, None)
+            # Of several tokens, the launch before a norm does its share of it.
+            norms = (layer.gate_up.norm, following[index]) if n > 1 else (None, None)
             scaled = linear(attended, layer.output, x, x, next_norm=norms[0], next_x=next_x)
             linear(x, layer.gate_up, gated, scaled=scaled)
             scaled = linear(gated, layer.down, x, x, next_norm=norms[1], next_x=next_x)

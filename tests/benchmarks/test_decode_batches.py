@@ -7,8 +7,8 @@ from atom.benchmarks import decode_batches
 from atom.benchmarks.decode_batches import Chain, shapes_of, table_of, time_attention
 from atom.benchmarks.decode_launches import SHAPES, DecodeShape
 from atom.errors import ConfigError
-from atom.kernels.triton.decode_attend import MAX_PROGRAMS, SplitShape, WarpShape, batch_shape
-from tests.helpers.interpreted_gluon import use_batch_kernel
+from atom.kernels.triton.fused_attention_launch import MAX_PROGRAMS, SplitShape, WarpShape, batch_shape
+from tests.helpers.interpreted_gluon import use_gluon_kernels
 
 TINY = DecodeShape("tiny", 64, 4, 2, 16, 64, 100, True)
 
@@ -17,7 +17,7 @@ TINY = DecodeShape("tiny", 64, 4, 2, 16, 64, 100, True)
 def chain(tmp_path, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("too small for what a device runs; decode_chain --attention checks real shapes there")
-    use_batch_kernel(monkeypatch, tmp_path)
+    use_gluon_kernels(monkeypatch, tmp_path)
     monkeypatch.setattr(decode_batches, "LONGEST", 40)
     torch.manual_seed(0)
     chain = Chain(TINY, 3, torch.device("cpu"), num_layers=2, dtype=torch.float16)
@@ -46,7 +46,7 @@ def test_a_chain_is_a_step(chain):
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_the_choice_of_serving_is_timed_first(shape, batch):
     forms = shapes_of(shape, batch)
-    assert forms[0] == batch_shape(decode_batches.attention_layer(shape, None), batch, True)
+    assert forms[0] == batch_shape(shape.attention_layer(), batch, True)
     assert len(set(forms)) == len(forms) > 8
     assert all(one.splits == 1 or one.splits * batch * shape.num_kv_heads <= MAX_PROGRAMS for one in forms)
 

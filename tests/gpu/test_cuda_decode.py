@@ -8,7 +8,10 @@ from atom.benchmarks.decode_tune import Layers, choices_of
 from atom.benchmarks.decode_variants import check_attention
 from atom.config import Config
 from atom.kernels.reference import decode as reference
-from atom.kernels.triton.decode_attend import (
+from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
+from atom.kernels.triton.decode_parts import LOWEST
+from atom.kernels.triton.decode_step import choose
+from atom.kernels.triton.fused_attention_launch import (
     AttentionLayer,
     DecodeAttention,
     GroupedShape,
@@ -16,9 +19,6 @@ from atom.kernels.triton.decode_attend import (
     column_shape,
     grouped_shape,
 )
-from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
-from atom.kernels.triton.decode_parts import LOWEST
-from atom.kernels.triton.decode_step import choose
 from atom.sampling_params import SamplingParams
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.tiny_model import make_tiny_model
@@ -106,7 +106,7 @@ def test_attention_of_very_few_sequences(shape):
 
     A variant takes seconds to compile; ``decode_chain --variants`` checks all of them.
     """
-    layer = AttentionLayer(shape.num_heads, shape.num_kv_heads, shape.head_dim, 1.0, 0, 0)
+    layer = shape.attention_layer()
     variants = [{"column": column_shape(layer)}]
     if IS_HOPPER:
         others = GroupedShape(4, 8, 2, 144), GroupedShape(8, 4, 5, 255)

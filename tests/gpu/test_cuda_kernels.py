@@ -12,7 +12,7 @@ from atom.kernels.triton import elementwise
 from atom.kernels.triton.decode_attention import decode_attention
 from atom.kernels.triton.kv_cache import write_kv
 from atom.kernels.triton.rotary_cache import rotate_and_write
-from atom.kernels.triton.varlen_attention import TileShape, tile_shape, varlen_attention
+from atom.kernels.triton.varlen_attention import HOPPER_SHAPE, tile_shape, varlen_attention
 from atom.model_ops.attentions.backend import AttentionSpec
 from atom.model_ops.attentions.flash import FlashAttention
 from atom.model_ops.attentions.triton import TritonAttention
@@ -119,16 +119,14 @@ def test_prefill_attention(heads, step, options):
 
 @pytest.mark.parametrize("heads", ["0.6B", "1B", "8B"])
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("kernel", ["portable", "specialised", "turns", "plain"])
+@pytest.mark.parametrize("is_gluon", [False, True], ids=["portable", "gluon"])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_prefill_kernels_of_sm_90(heads, step, kernel, has_sinks):
+def test_prefill_kernels_of_sm_90(heads, step, is_gluon, has_sinks):
     if get_platform("cuda").architecture() != "sm_90":
         pytest.skip("kernels for sm_90")
     state = Step(HEADS[heads], *STEPS[step])
     num_heads, kv, dim = HEADS[heads]
-    shape = TileShape(128, 128, 8 if kernel == "plain" else 12, 2, True, kernel)
-    if kernel == "portable":
-        shape = tile_shape(torch.bfloat16, dim, num_heads // kv, True)
+    shape = HOPPER_SHAPE if is_gluon else tile_shape(torch.bfloat16, dim, num_heads // kv, True)
     options = {"scale": dim**-0.5}
     if has_sinks:
         options["sinks"] = randn(num_heads, dtype=torch.float32)

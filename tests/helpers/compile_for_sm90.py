@@ -1,16 +1,10 @@
 """Compiles every Triton kernel for sm_90 in a process that is not under the interpreter; prints what it found."""
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
 
 import torch
 import triton
-import triton.backends.nvidia
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from atom.kernels.triton import (
@@ -23,6 +17,7 @@ from atom.kernels.triton import (
     step_inputs,
     varlen_attention,
 )
+from tests.helpers.sm90_code import TARGET, resources
 
 D = sys.argv[1]
 HALF, I32, I64, F32 = "*" + D, "i32", "i64", "fp32"
@@ -263,7 +258,6 @@ if D == "bf16":
         ),
         dict(num_warps=4),
     )
-tool = os.path.join(os.path.dirname(triton.backends.nvidia.__file__), "bin", "cuobjdump")
 found = {}
 for name, (kernel, types, constants, options) in CASES.items():
     names = kernel.arg_names
@@ -275,18 +269,9 @@ for name, (kernel, types, constants, options) in CASES.items():
         if t.startswith("*") or n.endswith(("_token", "_head", "row_stride", "num_spans"))
     }
     source = ASTSource(kernel, signature, values, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
-        ).stdout
+    compiled = triton.compile(source, target=TARGET, options=options)
     found[name] = {
-        "registers": max(map(int, re.findall(r"REG:(\d+)", usage))),
-        "spilled": max(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
-        "wide": len(re.findall(r"ld\.global[.\w:]*v4|cp\.async\.[^;]*0x10", compiled.asm["ptx"])),
-        "shared": compiled.metadata.shared,
+        **resources(compiled),
         "specialised": [
             p.name
             for p in kernel.params

@@ -1,6 +1,7 @@
-"""A Gluon kernel of ours run by Triton's interpreter: layouts are left out, shared memory is a numpy array.
+"""Gluon kernels of ours run by Triton's interpreter: layouts are left out, shared memory is a numpy array.
 
-Copies to shared memory arrive when they are waited for, no earlier; until then their target is NaN.
+Layouts name where elements lie, never their values. Shared memory begins as NaN; copies to it arrive when they are
+waited for, no earlier, and until then their target is NaN. A product of tensor cores is a product in fp32.
 """
 
 import importlib.util
@@ -12,7 +13,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from atom.kernels.triton import decode_attend
+from atom.kernels.triton import fused_attention_launch
 
 IMPORTS = {
     "from triton.experimental import gluon\n": "import triton as gluon\n",
@@ -39,11 +40,12 @@ def interpreted(module, folder: Path):
     return loaded
 
 
-def use_batch_kernel(monkeypatch, folder: Path):
-    """Let batches of decode attention run as on sm_90, through the interpreter where there is no device."""
+def use_gluon_kernels(monkeypatch, folder: Path):
+    """Let decode attention run as on sm_90, through the interpreter where there is no device."""
     if not torch.cuda.is_available():
-        own = interpreted(decode_attend.decode_attention_gluon, folder)
-        monkeypatch.setattr(decode_attend, "decode_attention_gluon", own)
+        for name in ("fused_attention_few_gluon", "fused_attention_batch_gluon"):
+            kernels = interpreted(getattr(fused_attention_launch, name), folder)
+            monkeypatch.setattr(fused_attention_launch, name, kernels)
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("compiled for sm_90 alone")
 
@@ -119,6 +121,14 @@ class _Language:
 
     def arange(self, start, end, layout=None):
         return tl.arange(tl.constexpr(_number(start)), tl.constexpr(_number(end)))
+
+    def full(self, shape, value, dtype, layout=None):
+        return tl.full([_number(n) for n in shape], value, dtype)
+
+    def store(self, place, value, mask=None):
+        if mask is not None:  # a scalar spread over a mask comes as bytes
+            mask.handle.data = mask.handle.data.astype(bool)
+        tl.store(place, value, mask=mask)
 
     def zeros(self, shape, dtype, layout=None):
         return tl.zeros([_number(n) for n in shape], dtype)

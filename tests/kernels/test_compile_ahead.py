@@ -1,6 +1,5 @@
 """Kernels that processes compile before a step launches them: what is recorded, and that nothing leaks or hangs."""
 
-import json
 import os
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from atom.model_engine.runner.warm_up import kernels_ahead, record_launches
 from atom.utils.compile_cache import compilation_counter
 from atom.utils.debug_helper.files import load as load_dump
 from tests.helpers.fake_kernels import job
+from tests.helpers.own_process import json_of
 from tests.helpers.tiny_model import make_tiny_model
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -51,22 +51,8 @@ def is_alive(pid):
 
 
 def test_kernels_are_compiled_by_processes_and_found_by_launches(tmp_path):
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": ":".join(sys.path),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
-
     def start():
-        result = subprocess.run(
-            [sys.executable, str(HELPERS / "compile_kernels_ahead.py")],
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=120,
-        )
-        assert result.returncode == 0, result.stderr[-2000:]
-        return json.loads(result.stdout)
+        return json_of("compile_kernels_ahead.py", tmp_path)
 
     cold = start()
     # Several batches, one kernel; and the key of one that calls others does not depend on which came before.

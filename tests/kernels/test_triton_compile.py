@@ -1,28 +1,15 @@
 """Every Triton kernel compiles for sm_90 without a device, keeps its registers and reads its pages in wide loads."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.helpers.own_process import json_of
+
 BY_ELEMENT = ("plan", "patch_tables", "prepare_tokens", "mask", "narrow", "pick_kept")  # they look things up
-PROGRAM = Path(__file__).parents[1] / "helpers" / "compile_for_sm90.py"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_kernels_compile_for_sm_90(dtype, tmp_path):
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": ":".join(sys.path),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
-    result = subprocess.run(
-        [sys.executable, str(PROGRAM), dtype], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads(result.stdout)
+    found = json_of("compile_for_sm90.py", tmp_path, dtype)
     for name, facts in found.items():
         assert facts["spilled"] == 0 or dtype == "fp32", f"{name} spills {facts['spilled']} bytes"
         assert facts["shared"] <= 227 * 1024, f"{name} wants {facts['shared']} bytes of shared memory"
@@ -32,19 +19,6 @@ def test_kernels_compile_for_sm_90(dtype, tmp_path):
 
 def test_sampling_compiles_for_every_kind_of_argument(tmp_path):
     """Vocabularies of one id and up, strides beyond 32 bits, either width of integers, with tables and without."""
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": ":".join(sys.path),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
-    result = subprocess.run(
-        [sys.executable, str(PROGRAM.with_name("compile_sampling_for_sm90.py"))],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads(result.stdout)
+    found = json_of("compile_sampling_for_sm90.py", tmp_path)
     assert found["kernels"] == ["_mask", "_measure_spans", "_narrow", "_pick", "_pick_kept"]
     assert found["launches"] == 16 and found["failures"] == []

@@ -1,20 +1,10 @@
-"""The fused kernels of a decode step against their plain twins; under the interpreter where there is no device.
-
-The interpreter multiplies bf16 tiles wrongly, so fp16 stands in for it there.
-"""
+"""The fused kernels of a decode step against their plain twins; under the interpreter where there is no device."""
 
 import pytest
 import torch
 
 from atom.kernels.reference import decode as reference
-from atom.kernels.triton import decode_attend
-from atom.kernels.triton.decode_attend import (
-    AttentionLayer,
-    ColumnShape,
-    DecodeAttention,
-    StepTables,
-    WarpShape,
-)
+from atom.kernels.triton import fused_attention_launch
 from atom.kernels.triton.decode_linear import (
     MEASURED,
     NEED_GLUON,
@@ -31,26 +21,16 @@ from atom.kernels.triton.decode_linear import (
 )
 from atom.kernels.triton.decode_parts import ACTIVATIONS, LOWEST, compact
 from atom.kernels.triton.decode_step import Embedding, choose, embed, final_norm, prepare_decode
-from tests.helpers.interpreted_gluon import use_batch_kernel
+from atom.kernels.triton.fused_attention_launch import (
+    AttentionLayer,
+    DecodeAttention,
+    StepTables,
+    WarpShape,
+)
+from tests.helpers.decode_case import BOUND, DEVICE, HALF, Case, close, error, random
+from tests.helpers.interpreted_gluon import use_gluon_kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 LOWEST_KEY = LOWEST.value
-# Relative error against fp32 arithmetic on the same inputs: inputs are rounded once behind a norm, results once.
-BOUND = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
-
-
-def random(*shape, dtype=torch.float32, scale=1.0):
-    return (torch.randn(shape) * scale).to(dtype).to(DEVICE)
-
-
-def error(found, wanted):
-    assert torch.isfinite(found.float()).all()
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
-
-
-def close(found, wanted):
-    return error(found, wanted) < BOUND[found.dtype]
 
 
 def linear(columns, rows, activation, dtype, has_norm, has_bias):
@@ -182,70 +162,6 @@ def test_norm_weights_are_narrowed_only_where_nothing_is_lost():
     assert compact(exact + 2**-20, HALF).dtype == torch.float32
 
 
-class Case:
-    """A paged cache with sequences of given lengths, its pages in random order; page 0 is poison."""
-
-    def __init__(self, lens, dtype, *, heads=4, kv_heads=2, dim=16, rotary=16, page=16, cache_dtype=None):
-        self.lens = lens
-        self.shape = heads, kv_heads, dim
-        columns = max(1, max(-(-n // page) for n in lens))
-        pages = torch.randperm(len(lens) * columns) + 1
-        self.tables = pages.view(len(lens), columns).int().to(DEVICE)
-        size = len(lens) * columns + 1, kv_heads, page, dim
-        self.keys, self.values = (random(*size).to(cache_dtype or dtype) for _ in range(2))
-        self.keys[0] = self.values[0] = 240.0
-        slots = [
-            int(t[(n - 1) // page]) * page + (n - 1) % page if n else -1
-            for t, n in zip(self.tables, lens, strict=True)
-        ]
-        self.slots = torch.tensor(slots, device=DEVICE)
-        self.qkv = random(len(lens), (heads + 2 * kv_heads) * dim, dtype=dtype)
-        angle = random(len(lens), rotary // 2)
-        self.cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
-        self.sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
-
-    def check(self, *, splits=None, rows=True, scales=None, bound=None, launch=None, **fields):
-        """``launch``: what the launcher is built with, other than the portable kernel for few sequences."""
-        bound = bound or BOUND[self.qkv.dtype]
-        heads, kv_heads, dim = self.shape
-        layer = AttentionLayer(
-            heads, kv_heads, dim, dim**-0.5, self.cos.shape[-1], rope=1, eps=1e-6, **fields
-        )
-        order = torch.randperm(len(self.lens)).to(DEVICE) if rows else None
-        tables = self.tables
-        if rows:
-            tables = torch.empty_like(tables)
-            tables[order] = self.tables
-        cos, sin = (
-            torch.stack((torch.full_like(t, 7.0), t), 1).contiguous() for t in (self.cos, self.sin)
-        )  # rotation 0 belongs to other layers
-        lens = torch.tensor(self.lens, dtype=torch.int32, device=DEVICE)
-        keys, values = self.keys.clone(), self.values.clone()
-        wanted = reference.fused_attention(
-            self.qkv, keys, values, self.tables, self.lens, self.slots, self.cos, self.sin, num_heads=heads,
-            scale=dim**-0.5, eps=1e-6, scales=tuple(float(s) for s in scales or (1.0, 1.0)), **fields,
-        )  # fmt: skip
-        launch = launch or {"column_shape": ColumnShape(2, 4, 64, 6)}
-        run = DecodeAttention(self.qkv.device, [layer], len(self.lens), **launch)
-        run._partial.fill_(float("nan"))
-        run._stats.fill_(float("nan"))
-        out = torch.full_like(wanted, float("nan"))
-        own_keys, own_values = self.keys.clone(), self.values.clone()
-        step = StepTables(tables, order, lens, self.slots, cos, sin)
-        run(self.qkv, layer, own_keys, own_values, step, out, scales, splits=splits)
-        assert error(out, wanted) < bound
-        assert not run._arrivals.any()
-        rounding = max(bound, torch.finfo(keys.dtype).eps)
-        for own, theirs in ((own_keys, keys), (own_values, values)):
-            own, theirs = (cache.float().transpose(1, 2).flatten(0, 1) for cache in (own, theirs))
-            written = torch.zeros(len(own), dtype=torch.bool, device=DEVICE)
-            written[self.slots[self.slots >= 0]] = True
-            assert torch.equal(own[~written], theirs[~written]), "only this step's rows are written"
-            assert (
-                error(own[written], theirs[written]) < rounding
-            ), "this step's rows differ by rounding alone"
-
-
 LENS = [1, 17, 0, 200, 64, 65]
 
 
@@ -295,7 +211,7 @@ def test_an_fp8_cache_holds_its_largest_number_instead_of_nan(splits):
 
 @pytest.fixture
 def has_gluon(tmp_path, monkeypatch):
-    use_batch_kernel(monkeypatch, tmp_path)
+    use_gluon_kernels(monkeypatch, tmp_path)
 
 
 WARP_SHAPES = [
@@ -352,13 +268,13 @@ def test_splits_that_there_is_no_room_for_are_refused():
 def test_shapes_of_batches_have_room_for_their_partial_results(num_seqs, has_gluon_):
     for heads, dim in ((8, 128), (2, 64), (1, 256), (32, 128)):
         layer = AttentionLayer(heads, heads, dim, 1.0, dim, 0)
-        shape = decode_attend.batch_shape(layer, num_seqs, has_gluon_)
-        assert shape.splits == 1 or heads * num_seqs * shape.splits <= decode_attend.MAX_PROGRAMS
+        shape = fused_attention_launch.batch_shape(layer, num_seqs, has_gluon_)
+        assert shape.splits == 1 or heads * num_seqs * shape.splits <= fused_attention_launch.MAX_PROGRAMS
 
 
 def test_long_contexts_of_few_sequences_are_split_over_keys(monkeypatch):
     torch.manual_seed(4)
-    monkeypatch.setattr("atom.kernels.triton.decode_attend.LONG", 100)
+    monkeypatch.setattr("atom.kernels.triton.fused_attention_launch.LONG", 100)
     Case([200, 64], torch.float32).check(sinks=torch.zeros(4, device=DEVICE))
     Case([300], torch.float32).check(window=150)
 

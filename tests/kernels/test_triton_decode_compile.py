@@ -1,11 +1,9 @@
 """The kernels of a fused decode step compile for sm_90 and keep what makes them fast there, without a device."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+import triton
 
-HELPERS = Path(__file__).parents[1] / "helpers"
+from tests.helpers.own_process import json_of
+
 EARLY = {
     "gemv",
     "gemv_rows",
@@ -18,34 +16,21 @@ EARLY = {
 }  # load weights or keys before they wait
 CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:32")
 INDEPENDENT = {"_embed", "_prepare", "_prepare_and_embed"}
-
-
-def output_of(program, tmp_path, *arguments):
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": ":".join([str(HELPERS.parents[1]), *sys.path]),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
-    result = subprocess.run(
-        [sys.executable, str(HELPERS / program), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return json.loads(result.stdout)
+MAX_SPILLED = {  # bytes
+    # The exact cosine of large angles keeps a table of 28 bytes on the stack.
+    "_embed": 32,
+    "_prepare_and_embed": 32,
+    # 192 registers are the fastest with Triton 3.6, which needs no more; later releases do.
+    "grouped": 0 if triton.__version__.startswith("3.6.") else 128,
+}
 
 
 def test_decode_kernels_compile_for_sm_90(tmp_path):
-    found = output_of("compile_decode_for_sm90.py", tmp_path, *CASES)
+    found = json_of("compile_decode_for_sm90.py", tmp_path, *CASES)
     assert {facts["kernel"] for facts in found.values()} >= EARLY
     for name, facts in found.items():
         kernel = facts["kernel"]
-        # The exact cosine of large angles keeps a table of 28 bytes on the stack.
-        assert facts["spilled"] <= (
-            32 if kernel.endswith("_embed") else 0
-        ), f"{name} spills {facts['spilled']} bytes"
+        assert facts["spilled"] <= MAX_SPILLED.get(kernel, 0), f"{name} spills {facts['spilled']} bytes"
         assert facts["shared"] <= 227 * 1024, f"{name} wants {facts['shared']} bytes of shared memory"
         if kernel in INDEPENDENT:
             continue
@@ -60,7 +45,7 @@ def test_decode_kernels_compile_for_sm_90(tmp_path):
 
 def test_the_ring_computes_what_its_twin_does(tmp_path):
     """Gluon kernels have no interpreter: the compiled code runs in numpy, copies arriving when they are waited for."""
-    for case, found in output_of("run_ring_for_sm90.py", tmp_path).items():
+    for case, found in json_of("run_ring_for_sm90.py", tmp_path).items():
         assert found["out"] < 1e-2, f"{case}: {found}"
         assert found.get("next input", 0.0) < 1e-2 and found.get("squares", 0.0) < 1e-5, f"{case}: {found}"
         assert found["arrivals"] == 0.0, f"{case}: the next launch counts from zero"

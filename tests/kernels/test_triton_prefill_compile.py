@@ -1,40 +1,26 @@
-"""The sm_90 kernels of prefill attention compile without a device, and their softmax runs beside a product."""
-
-import json
-import subprocess
-import sys
-from pathlib import Path
+"""The sm_90 kernel of prefill attention compiles without a device, and its softmax runs beside a product."""
 
 import torch
 
 from atom.kernels.triton import varlen_hopper
 from atom.kernels.triton.compile_ahead import recording
+from tests.helpers.own_process import json_of
 
-PROGRAM = Path(__file__).parents[1] / "helpers" / "compile_prefill_for_sm90.py"
 
-
-def test_prefill_kernels_compile_for_sm_90(tmp_path):
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": ":".join(sys.path),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
-    command = [sys.executable, str(PROGRAM), "specialised", "plain"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert result.returncode == 0, result.stderr[-2000:]
-    for name, facts in json.loads(result.stdout).items():
-        assert facts["warps"] == {"specialised": 12, "plain": 8}[name]
+def test_the_prefill_kernel_compiles_for_sm_90(tmp_path):
+    for name, facts in json_of("compile_prefill_for_sm90.py", tmp_path).items():
+        assert facts["warps"] == 12, name
         assert facts["copies"] > 0 and facts["products"] > 0, name
         assert facts["overlapped"] and all(count >= 60 for count in facts["overlapped"]), name
         assert facts["shared"] <= 227 * 1024, name
 
 
-def launch(values, kernel="specialised", page=16):
+def launch(values, page=16):
     q, k, v = torch.full((40, 8, 64), values).bfloat16().split((4, 2, 2), 1)
     keys = torch.zeros(5, 2, page, 64, dtype=torch.bfloat16)
     table, tiles = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int32)
     output = torch.empty(40, 4, 64, dtype=torch.bfloat16)
-    varlen_hopper.launch(kernel, 128, 2, q, k, v, keys, keys.clone(), table, None, tiles, output, scale=0.1)
+    varlen_hopper.launch(128, 2, q, k, v, keys, keys.clone(), table, None, tiles, output, scale=0.1)
 
 
 def test_layers_of_a_shape_are_compiled_once():
@@ -43,11 +29,10 @@ def test_layers_of_a_shape_are_compiled_once():
             launch(values)
         assert len(recorder.launches) == 1
         launch(0.0, page=32)
-        launch(0.0, kernel="plain")
-        assert len(recorder.launches) == 3
+        assert len(recorder.launches) == 2
 
 
-def test_what_the_kernels_cannot_read_is_left_to_the_portable_one():
+def test_what_the_kernel_cannot_read_is_left_to_the_portable_one():
     def fits(num_heads=4, dim=64, page=16, dtype=torch.bfloat16, cache_dtype=torch.bfloat16):
         q, k, v = torch.zeros(3, num_heads + 4, dim, dtype=dtype).split((num_heads, 2, 2), 1)
         keys = torch.zeros(2, 2, page, dim, dtype=cache_dtype)

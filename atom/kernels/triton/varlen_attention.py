@@ -25,7 +25,7 @@ PLAN_SEQS = 32  # sequences that it looks through at a time
 class TileShape(NamedTuple):
     """How a kernel is built: rows and keys of a tile, warps, stages, and whether descriptors load the keys.
 
-    ``kernel`` is "portable" (the one here), or one of ``varlen_hopper.launch``.
+    ``is_gluon``: the kernel for sm_90 of ``varlen_hopper`` instead of the one here.
     """
 
     rows: int
@@ -33,14 +33,14 @@ class TileShape(NamedTuple):
     num_warps: int
     num_stages: int
     uses_descriptors: bool
-    kernel: str = "portable"
+    is_gluon: bool = False
 
     def tokens(self, group: int) -> int:
         """Query tokens of a tile whose kv head has ``group`` query heads."""
         return max(1, self.rows // group)
 
 
-HOPPER_SHAPE = TileShape(128, 128, 12, 2, True, "specialised")  # where ``varlen_hopper`` has it
+HOPPER_SHAPE = TileShape(128, 128, 12, 2, True, is_gluon=True)  # where ``varlen_hopper`` has it
 
 
 @triton.jit(do_not_specialize=["num_seqs", "bound"])
@@ -364,11 +364,11 @@ def varlen_attention(
     tile_tokens = shape.tokens(group)
     if tiles is None:
         tiles = plan_tiles(cu_seqlens_q, context_lens, num_tokens, tile_tokens)
-    if shape.kernel != "portable":
+    if shape.is_gluon:
         from atom.kernels.triton import varlen_hopper
 
         varlen_hopper.launch(
-            shape.kernel, shape.keys, shape.num_stages, q, k, v, keys, values, block_tables, table_rows, tiles, output,
+            shape.keys, shape.num_stages, q, k, v, keys, values, block_tables, table_rows, tiles, output,
             scale=scale, sinks=sinks,
         )  # fmt: skip
         return

@@ -197,9 +197,7 @@ def _advance(
     k_empty,
     v_full,
     v_empty,
-    turns,
     taken,
-    own_turn,
     is_last,
     limit,
     factor,
@@ -209,23 +207,18 @@ def _advance(
     acc,
     PART: gl.constexpr,
     MASKED: gl.constexpr,
-    TAKES_TURNS: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     SCORE: gl.constexpr,
     SUM: gl.constexpr,
 ):
     """Score key tile ``taken`` while the weights of the one before it meet their values."""
-    if TAKES_TURNS:  # the other group's products go first while this one's softmax runs
-        mbarrier.wait(turns.index(PART), (own_turn & 1) ^ (1 - PART))
     stage = taken % STAGES
     blank = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
     scored = warpgroup_mma(q_tile, k_ring.index(stage).permute((1, 0)), blank, use_acc=False, is_async=True)
     before = (taken - 1) % STAGES
     mbarrier.wait(v_full.index(before), (taken - 1) // STAGES & 1)
     summed = warpgroup_mma(weights, v_ring.index(before), acc, is_async=True)
-    if TAKES_TURNS:
-        mbarrier.arrive(turns.index(1 - PART), count=1)
     score = warpgroup_mma_wait(1, deps=[scored])
     mbarrier.arrive(k_empty.index(stage), count=1)
     mbarrier.arrive(q_empty.index(PART), count=1, pred=is_last)
@@ -289,9 +282,7 @@ def _consume(
     k_empty,
     v_full,
     v_empty,
-    turns,
     PART: gl.constexpr,
-    TAKES_TURNS: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     GROUP: gl.constexpr,
     KV_HEADS: gl.constexpr,
@@ -342,15 +333,15 @@ def _consume(
                 limit = seen - (whole + diagonal - 1 - number) * KEYS
                 limit = gl.where(number < diagonal, limit, prefix % KEYS - 1)
                 weights, best, total, acc = _advance(
-                    q_tile, k_ring, v_ring, q_empty, k_full, k_empty, v_full, v_empty, turns, taken + number,
-                    taken + number - works - 1, number + 1 == count, limit, factor, weights, best, total, acc,
-                    PART, True, TAKES_TURNS, KEYS, STAGES, SCORE, SUM,
+                    q_tile, k_ring, v_ring, q_empty, k_full, k_empty, v_full, v_empty, taken + number,
+                    number + 1 == count, limit, factor, weights, best, total, acc, PART, True, KEYS, STAGES, SCORE,
+                    SUM,
                 )  # fmt: skip
             for number in range(num_masked, count):
                 weights, best, total, acc = _advance(
-                    q_tile, k_ring, v_ring, q_empty, k_full, k_empty, v_full, v_empty, turns, taken + number,
-                    taken + number - works - 1, number + 1 == count, limit, factor, weights, best, total, acc,
-                    PART, False, TAKES_TURNS, KEYS, STAGES, SCORE, SUM,
+                    q_tile, k_ring, v_ring, q_empty, k_full, k_empty, v_full, v_empty, taken + number,
+                    number + 1 == count, limit, factor, weights, best, total, acc, PART, False, KEYS, STAGES, SCORE,
+                    SUM,
                 )  # fmt: skip
             taken += count
             works += 1
@@ -385,7 +376,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_works"])
-def varlen_specialised(
+def varlen_sm90(
     q,  # descriptors: [num_tokens, num_heads, DIM] by halves of tiles
     k,  # [num_tokens, KV_HEADS * DIM] by KEYS and a head
     v,
@@ -408,7 +399,6 @@ def varlen_specialised(
     DIM: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
-    TAKES_TURNS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -425,9 +415,7 @@ def varlen_specialised(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -442,16 +430,16 @@ def varlen_specialised(
                 _consume,
                 (
                     tiles, sinks, output, scale, num_works, num_tokens, q_first.reshape((ROWS, DIM)), k_ring, v_ring,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, 0, TAKES_TURNS, HAS_SINKS, GROUP,
-                    KV_HEADS, DIM, HALF_TOKENS, KEYS, STAGES,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, 0, HAS_SINKS, GROUP, KV_HEADS,
+                    DIM, HALF_TOKENS, KEYS, STAGES,
                 ),
             ),
             (
                 _consume,
                 (
                     tiles, sinks, output, scale, num_works, num_tokens, q_second.reshape((ROWS, DIM)), k_ring, v_ring,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, 1, TAKES_TURNS, HAS_SINKS, GROUP,
-                    KV_HEADS, DIM, HALF_TOKENS, KEYS, STAGES,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty, 1, HAS_SINKS, GROUP, KV_HEADS,
+                    DIM, HALF_TOKENS, KEYS, STAGES,
                 ),
             ),
             (

@@ -1,4 +1,4 @@
-"""When and how the sm_90 kernels of ``varlen_gluon`` and ``varlen_gluon_plain`` take a step's attention."""
+"""When and how the sm_90 kernel of ``varlen_gluon`` takes a step's attention."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import torch
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from atom.kernels.triton.varlen_gluon import varlen_specialised
-from atom.kernels.triton.varlen_gluon_plain import varlen_plain
+from atom.kernels.triton.varlen_gluon import varlen_sm90
 from atom.platforms import platform_of_device
 
-ROWS = 128  # of a tile; each kernel is written for it
+ROWS = 128  # of a tile: the kernel is written for it
 MAX_GROUP = 16  # query heads of a kv head: a half tile has at least 4 tokens
 MIN_TOKENS = 256  # of a step: below, tiles of 64 rows keep more of the device busy
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # a thread; 2 x 232 + 40 of the 504 that three groups share
@@ -22,13 +21,13 @@ PROGRAMS = 132  # that run at a time: one on each multiprocessor of an H200
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels are for this device."""
+    """Whether the kernel is for this device."""
     platform = platform_of_device(device)
     return platform.name == "cuda" and platform.architecture() == "sm_90"
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether the kernels can read these, shaped as ``varlen_attention`` takes them."""
+    """Whether the kernel can read these, shaped as ``varlen_attention`` takes them."""
     num_heads, dim = q.shape[1:]
     group, page = num_heads // k.shape[1], keys.shape[2]
     return (
@@ -45,7 +44,6 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, 
 
 
 def launch(
-    kernel: str,
     num_keys: int,
     num_stages: int,
     q: torch.Tensor,
@@ -64,7 +62,6 @@ def launch(
     """Write the attention of ``q`` into ``output``; all as ``varlen_attention`` has it.
 
     Args:
-        kernel: "specialised", "turns" (the same, its groups of warps taking turns) or "plain".
         num_keys: of a key tile.
         num_stages: key tiles and value tiles in shared memory.
         tiles: of ``plan_tiles`` for ``ROWS`` rows.
@@ -72,13 +69,13 @@ def launch(
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, page = keys.shape[1:3]
     group = num_heads // num_kv_heads
-    has_producer = kernel != "plain"
-    tokens = ROWS // group // (2 if has_producer else 1)  # that a copy brings
+    tokens = ROWS // group // 2  # that a copy brings
     flat = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     deep = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     step_shape = [num_tokens, num_kv_heads * dim]
     cache_shape = [keys.shape[0] * num_kv_heads * page, dim]
-    arguments = (
+    num_works = len(tiles) * num_kv_heads
+    varlen_sm90[(min(num_works, PROGRAMS),)](
         TensorDescriptor(q, [num_tokens, num_heads, dim], [q.stride(0), dim, 1], [tokens, group, dim], deep),
         TensorDescriptor(k, step_shape, [k.stride(0), 1], [num_keys, dim], flat),
         TensorDescriptor(v, step_shape, [v.stride(0), 1], [num_keys, dim], flat),
@@ -91,28 +88,16 @@ def launch(
         output,
         scale,
         num_tokens,
-    )
-    constants = {
-        "HAS_ROWS": table_rows is not None,
-        "HAS_SINKS": sinks is not None,
-        "GROUP": group,
-        "KV_HEADS": num_kv_heads,
-        "PAGE": page,
-        "DIM": dim,
-        "KEYS": num_keys,
-        "STAGES": num_stages,
-    }
-    if not has_producer:
-        grid = (num_kv_heads, len(tiles))
-        varlen_plain[grid](*arguments, block_tables.stride(0), **constants, num_warps=8)
-        return
-    num_works = len(tiles) * num_kv_heads
-    varlen_specialised[(min(num_works, PROGRAMS),)](
-        *arguments,
         num_works,
         block_tables.stride(0),
-        **constants,
-        TAKES_TURNS=kernel == "turns",
+        HAS_ROWS=table_rows is not None,
+        HAS_SINKS=sinks is not None,
+        GROUP=group,
+        KV_HEADS=num_kv_heads,
+        PAGE=page,
+        DIM=dim,
+        KEYS=num_keys,
+        STAGES=num_stages,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,

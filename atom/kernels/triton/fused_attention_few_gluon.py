@@ -1,6 +1,6 @@
 """Attention of very few sequences for sm_90 in Gluon: small programs, scores by tensor cores, few exchanges.
 
-What ``decode_fused_attention.columns`` does, in another arrangement. A program has one kv head with all its query
+What ``fused_attention.columns`` does, in another arrangement. A program has one kv head with all its query
 heads and a share of the value columns, and few enough registers to start beside the projection before it, so that
 keys and values arrive while that runs. A warp owns 16 keys of a tile and holds them as the operand of its products;
 each warp normalises and rotates one head. Behind the wait threads meet for the queries, the highest score, the

@@ -1,4 +1,12 @@
-"""The launch of a decode step's attention, see ``decode_fused_attention``."""
+"""The launch of a decode step's attention from the packed projection: which of four kernels, and how it is built.
+
+| sequences | portable, ``fused_attention`` | on sm_90, in Gluon |
+|---|---|---|
+| very few | ``columns`` (``ColumnShape``) | ``grouped`` (``GroupedShape``) of ``fused_attention_few_gluon`` |
+| batches | ``splits`` (``SplitShape``) | ``warp_splits`` (``WarpShape``) of ``fused_attention_batch_gluon`` |
+
+Attention alone, its keys and values already in the cache, is ``decode_attention``'s.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from atom.kernels.triton import decode_attention_gluon, decode_fused_attention
+from atom.kernels.triton import fused_attention, fused_attention_batch_gluon, fused_attention_few_gluon
 from atom.kernels.triton.decode_parts import pdl_options
 
 PROGRAMS = 264  # two for each of 132 multiprocessors, which run at once
@@ -203,16 +211,14 @@ class DecodeAttention:
             **pdl_options(self.uses_pdl),
         }
         if grouped is not None:
-            from atom.kernels.triton import decode_attend_gluon
-
-            decode_attend_gluon.grouped[(layer.num_kv_heads, grouped.parts, num_seqs)](
+            fused_attention_few_gluon.grouped[(layer.num_kv_heads, grouped.parts, num_seqs)](
                 *arguments, **options, HAS_SCALES=scales is not None,
                 PARTS=grouped.parts, AHEAD=grouped.num_ahead, LONG=LONG, ROWS=triton.next_power_of_2(group + 1),
                 NW=grouped.num_warps, num_warps=grouped.num_warps, maxnreg=grouped.num_registers,
             )  # fmt: skip
             return
         if columns is not None:
-            decode_fused_attention.columns[(layer.num_heads, columns.parts, num_seqs)](
+            fused_attention.columns[(layer.num_heads, columns.parts, num_seqs)](
                 *arguments, **options, HAS_SCALES=scales is not None,
                 PARTS=columns.parts, TILE=columns.keys, AHEAD=columns.num_ahead, LONG=LONG,
                 num_warps=columns.num_warps, num_stages=1,
@@ -234,14 +240,14 @@ class DecodeAttention:
         if isinstance(shape, WarpShape):
             if shape.max_registers:
                 options["maxnreg"] = shape.max_registers
-            decode_attention_gluon.warp_splits[grid](
+            fused_attention_batch_gluon.warp_splits[grid](
                 *first, *rest, **options,
                 MEMBERS=triton.next_power_of_2(group), N=max(8, triton.next_power_of_2(group)),
                 PIECES=triton.next_power_of_2(group + 2), SPLITS=shape.splits, SHARE=shape.keys,
                 STAGES=shape.num_stages, NW=shape.num_warps, num_warps=shape.num_warps,
             )  # fmt: skip
             return
-        decode_fused_attention.splits[grid](
+        fused_attention.splits[grid](
             *arguments, **options, HAS_SCALES=scales is not None,
             GROUP_PAD=max(16, triton.next_power_of_2(group)), SPLITS=shape.splits, TILE=shape.keys,
             num_warps=shape.num_warps, num_stages=shape.num_stages,

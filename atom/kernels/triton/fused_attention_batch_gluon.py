@@ -1,4 +1,4 @@
-"""Attention of a decode step's batches for sm_90 in Gluon, beside ``decode_fused_attention.splits``: the same work.
+"""Attention of a decode step's batches for sm_90 in Gluon, beside ``fused_attention.splits``: the same work.
 
 A program has one kv head of one sequence and a share of its keys. Its first tiles are on their way to shared memory
 before the wait, as many as there are stages; nothing of them sits in registers, so that programs fit beside those of

@@ -1,41 +1,37 @@
-"""The attention kernel for sm_90 against its plain twin: run by the interpreter, which knows no layouts."""
+"""The kernel of very few sequences for sm_90 against its plain twin: run by the interpreter, which knows no layouts."""
 
 import pytest
 import torch
 
-import atom.kernels.triton as kernels
-from atom.kernels.triton import decode_attend, decode_attend_gluon
-from atom.kernels.triton.decode_attend import AttentionLayer, GroupedShape, fits_grouped, grouped_shape
-from tests.helpers.gluon_in_interpreter import interpreted
-from tests.kernels.test_triton_decode import DEVICE, Case
+from atom.kernels.triton import fused_attention_launch
+from atom.kernels.triton.fused_attention_launch import (
+    AttentionLayer,
+    GroupedShape,
+    fits_grouped,
+    grouped_shape,
+)
+from tests.helpers.decode_case import DEVICE, Case
+from tests.helpers.interpreted_gluon import use_gluon_kernels
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu runs the kernel itself")
 LENS = [1, 17, 0, 200, 64, 65]
 HALF = torch.float16
 
 
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory):
-    return interpreted(decode_attend_gluon, tmp_path_factory.mktemp("kernels"))
-
-
 @pytest.fixture(autouse=True)
-def launches(twin, monkeypatch):
-    """How often the kernel for sm_90 ran."""
-    found = []
+def launches(tmp_path, monkeypatch):
+    """The grids that the kernel ran in."""
+    use_gluon_kernels(monkeypatch, tmp_path)
+    kernels = fused_attention_launch.fused_attention_few_gluon
+    kernel, found = kernels.grouped, []
 
     class Counted:
         def __getitem__(self, grid):
-            def run(*arguments, maxnreg, **options):
-                found.append(grid)
-                twin.grouped[grid](*arguments, **options)
+            found.append(grid)
+            return kernel[grid]
 
-            return run
-
-    monkeypatch.setattr(twin, "grouped", twin.grouped)
-    stand_in = type("Module", (), {"grouped": Counted()})
-    monkeypatch.setattr(kernels, "decode_attend_gluon", stand_in)
-    monkeypatch.setattr(decode_attend, "MAX_GROUPED_PROGRAMS", 1000)
+    monkeypatch.setattr(kernels, "grouped", Counted())
+    monkeypatch.setattr(fused_attention_launch, "MAX_GROUPED_PROGRAMS", 1000)
     return found
 
 
@@ -76,7 +72,7 @@ def test_what_families_need(fields):
 @pytest.mark.parametrize("fields", [{"sinks": torch.zeros(4)}, {"window": 150}, {"soft_cap": 2.0}])
 def test_long_contexts_are_split_over_keys(monkeypatch, fields):
     torch.manual_seed(4)
-    monkeypatch.setattr(decode_attend, "LONG", 100)
+    monkeypatch.setattr(fused_attention_launch, "LONG", 100)
     Case([300, 64, 129], HALF, heads=4, kv_heads=2, dim=64, rotary=64).check(launch=launch(), **fields)
 
 

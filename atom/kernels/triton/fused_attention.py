@@ -6,7 +6,7 @@ that the first of them can be loaded before the wait for the projection.
 ``columns`` serves very few sequences: the programs of a query head score all keys and sum their share of the value
 columns, nothing is combined; long contexts are split over the same programs by keys. ``splits`` serves batches: a
 program has one kv head with all its query heads and a share of the keys; the last one adds the shares up in their
-order. On sm_90 ``decode_attention_gluon`` does the work of ``splits``.
+order. On sm_90 ``fused_attention_few_gluon`` and ``fused_attention_batch_gluon`` do their work.
 """
 
 import triton

@@ -1,7 +1,5 @@
 """The kernels of a fused decode step compile for sm_90 and keep what makes them fast there, without a device."""
 
-import triton
-
 from tests.helpers.own_process import json_of
 
 EARLY = {
@@ -16,13 +14,6 @@ EARLY = {
 }  # load weights or keys before they wait
 CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:32")
 INDEPENDENT = {"_embed", "_prepare", "_prepare_and_embed"}
-MAX_SPILLED = {  # bytes
-    # The exact cosine of large angles keeps a table of 28 bytes on the stack.
-    "_embed": 32,
-    "_prepare_and_embed": 32,
-    # 192 registers are the fastest with Triton 3.6, which needs no more; later releases do.
-    "grouped": 0 if triton.__version__.startswith("3.6.") else 128,
-}
 
 
 def test_decode_kernels_compile_for_sm_90(tmp_path):
@@ -30,7 +21,10 @@ def test_decode_kernels_compile_for_sm_90(tmp_path):
     assert {facts["kernel"] for facts in found.values()} >= EARLY
     for name, facts in found.items():
         kernel = facts["kernel"]
-        assert facts["spilled"] <= MAX_SPILLED.get(kernel, 0), f"{name} spills {facts['spilled']} bytes"
+        # The exact cosine of large angles keeps a table of 28 bytes on the stack.
+        assert facts["spilled"] <= (
+            32 if kernel.endswith("_embed") else 0
+        ), f"{name} spills {facts['spilled']} bytes"
         assert facts["shared"] <= 227 * 1024, f"{name} wants {facts['shared']} bytes of shared memory"
         if kernel in INDEPENDENT:
             continue

@@ -189,7 +189,7 @@ class FusedCudaDecoder(FusedDecoder):
         self._keys = room(dtype=torch.int64)
         self._results = torch.zeros(
             9 * max_tokens, dtype=torch.uint8, device=device
-        )  # of one copy to the host
+        )  # for one copy to the host
         self.token_ids = self._results[: 8 * max_tokens].view(torch.int64)
         self.is_finite = self._results[8 * max_tokens :].view(torch.bool)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of both, by number of tokens
@@ -198,9 +198,7 @@ class FusedCudaDecoder(FusedDecoder):
         self._wants_logits, self._num_valid_ids = True, vocab
         self._advance = advance
         self._is_advanced = False
-        self._embedded: torch.Tensor | None = (
-            None  # ids of the step under way, where its launch embedded them
-        )
+        self._embedded: torch.Tensor | None = None  # ids of the step under way that prepare embedded
 
     def begin(self, head: HeadWork) -> None:
         self.want_logits(not head.is_argmax)

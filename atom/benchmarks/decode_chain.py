@@ -367,9 +367,8 @@ def main() -> None:
     )
     parser.add_argument("--tune", action="store_true", help="measure block sizes and keep them")
     parser.add_argument("--json", type=Path, help="where all figures go")
-    parser.add_argument(
-        "--one", action="store_true", help=argparse.SUPPRESS
-    )  # this process runs the models itself
+    # --one: this process runs the models itself.
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.batches = args.batches or list(ATTENTION_BATCHES if args.attention else BATCHES)
     shapes = [shape for shape in SHAPES if shape.name in args.models]

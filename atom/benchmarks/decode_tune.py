@@ -293,9 +293,8 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--budget", type=float, default=100.0, help="seconds for timing, without compiling")
     parser.add_argument("--json", type=Path, help="folder of decode_tune.json with every figure")
-    parser.add_argument(
-        "--one", action="store_true", help=argparse.SUPPRESS
-    )  # this process runs the model itself
+    # --one: this process runs the model itself.
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     shapes = [shape for shape in SHAPES if shape.name in args.models]
     if args.one:

@@ -81,9 +81,8 @@ class ModelRunner(Worker):
         self.platform = get_platform(config.device)
         self.config = replace(config, compilation_config=self._settle_compilation(config))
         self._is_mode_open = config.compilation_config.is_mode_open
-        self._prefill_sizes = token_graph_sizes(
-            in_eighths=self.platform.supports("device_graphs")
-        )  # read now: a bad value is said before weights are read
+        # Read now: a bad value is said before weights are read.
+        self._prefill_sizes = token_graph_sizes(in_eighths=self.platform.supports("device_graphs"))
         check_cpu_weights(self.config, self.platform.name)
         check_deterministic(self.config, self.platform.name)
         self.device = self.platform.device()

@@ -187,9 +187,8 @@ class FusedCudaDecoder(FusedDecoder):
         self._cos, self._sin = (room(*self._ropes[0].shape) for _ in range(2))
         self.hidden, self.logits = room(hidden_size), room(vocab)
         self._keys = room(dtype=torch.int64)
-        self._results = torch.zeros(
-            9 * max_tokens, dtype=torch.uint8, device=device
-        )  # for one copy to the host
+        # Ids, then flags: one copy takes both to the host.
+        self._results = torch.zeros(9 * max_tokens, dtype=torch.uint8, device=device)
         self.token_ids = self._results[: 8 * max_tokens].view(torch.int64)
         self.is_finite = self._results[8 * max_tokens :].view(torch.bool)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of both, by number of tokens

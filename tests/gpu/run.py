@@ -46,9 +46,8 @@ TESTS_A_GROUP = {
     "test_triton_attention.py": 15,
 }
 OTHER_TESTS_A_GROUP = 16
-DEVICE_BYTES = (
-    8 << 30
-)  # that a group may take: a head of 128,256 x 4,096 in fp32 and bf16, and what torch keeps
+# What a group may take: a head of 128,256 x 4,096 in fp32 and bf16, and what torch keeps.
+DEVICE_BYTES = 8 << 30
 HOST_BYTES = 4 << 30
 GROUP_TIMEOUT_S = 420
 ENVIRONMENT = {

@@ -66,9 +66,8 @@ class Case:
         if rows:
             tables = torch.empty_like(tables)
             tables[order] = self.tables
-        cos, sin = (
-            torch.stack((torch.full_like(t, 7.0), t), 1).contiguous() for t in (self.cos, self.sin)
-        )  # rotation 0 belongs to other layers
+        # Rotation 0 belongs to other layers.
+        cos, sin = (torch.stack((torch.full_like(t, 7.0), t), 1) for t in (self.cos, self.sin))
         lens = torch.tensor(self.lens, dtype=torch.int32, device=DEVICE)
         keys, values = self.keys.clone(), self.values.clone()
         wanted = reference.fused_attention(

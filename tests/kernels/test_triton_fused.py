@@ -109,9 +109,8 @@ def test_stored_keys_are_divided_by_their_scale():
 
 
 def test_a_narrow_cache_holds_its_largest_number_instead_of_nan():
-    qkv = (
-        random(2, 4, 16).to(torch.float8_e4m3fn).float()
-    )  # no rounding, in which the interpreter is not exact
+    # No rounding, in which the interpreter is not exact.
+    qkv = random(2, 4, 16).to(torch.float8_e4m3fn).float()
     qkv[0, 2, 1], qkv[1, 3, 9] = 120.0, -1e30
     cos, sin = torch.ones(2, 1, 16, device=DEVICE), torch.zeros(2, 1, 16, device=DEVICE)
     cache = [torch.zeros(1, 1, BLOCK, 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2)]

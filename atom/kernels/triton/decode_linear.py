@@ -19,12 +19,8 @@ from atom.kernels.triton import decode_gemm, decode_gemv
 from atom.kernels.triton.decode_parts import pdl_options
 
 MAX_TOKENS = 64
-CLASSES = (
-    1,
-    16,
-    32,
-    MAX_TOKENS,
-)  # the most tokens of each class that has its own choices; products are padded to it
+# The most tokens of each class that has its own choices; products are padded to it.
+CLASSES = (1, 16, 32, MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +192,8 @@ def fits_ring(shape: LinearShape, blocks: tuple[int, ...], most_tokens: int = MA
     if rows & (rows - 1) or rows // along_rows < 8 or shape.weight_rows % rows or shape.K % (split * width):
         return False
     values = wide * rows // along_rows + wide * width // slices // 2 * min(2, steps)
-    values += (
-        rows // along_rows * 32 + 64 * wide // warps
-    )  # a step's weights, and shares of the sums of squares
+    # A step's weights, and shares of the sums of squares.
+    values += rows // along_rows * 32 + 64 * wide // warps
     shared = max(stages * rows * width * 2, slices * wide * rows * 4)
     return values // 32 <= 200 and shared <= 220_000 and stages <= steps
 

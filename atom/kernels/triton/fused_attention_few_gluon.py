@@ -290,9 +290,8 @@ def grouped(
     other = gl.load(token_row + source + partner[None, :]).to(gl.float32)
     value_row = token_row + (HEADS + KV_HEADS + kv_head) * DIM
     new_value = _new_values(value_row + width, of_value, values.dtype.element_ty)
-    slot = gl.load(
-        slots + seq
-    )  # here, where other loads are waited for: before the wait it would take registers
+    # Here, where other loads are waited for: before the wait it would take registers.
+    slot = gl.load(slots + seq)
     if HAS_NORM:
         norm = gl.expand_dims(gl.rsqrt(gl.sum(own * own, 1) / DIM + eps), 1)
         own = own * norm * norm_own.to(gl.float32)

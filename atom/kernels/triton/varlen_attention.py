@@ -91,9 +91,8 @@ def _plan(
         count = (length + TILE - 1) // TILE
         prefix = tl.maximum(tl.load(context_lens + seq, mask=is_seq, other=0) - length, 0)
         rest = cost[:, None] - prefix[None, :]
-        num_less = tl.minimum(
-            tl.maximum(rest, 0) // TILE, count[None, :]
-        )  # of the sequence, with no more keys
+        # Tiles of the sequence with no more keys.
+        num_less = tl.minimum(tl.maximum(rest, 0) // TILE, count[None, :])
         place += tl.sum(count[None, :] - num_less, 1)
         is_equal = (rest > 0) & (rest % TILE == 0) & (rest // TILE <= count[None, :])
         place += tl.sum((is_equal & (seq[None, :] < lane_seq[:, None])).to(tl.int32), 1)

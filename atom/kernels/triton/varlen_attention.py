@@ -259,7 +259,7 @@ def tile_shape(dtype: torch.dtype, dim_pad: int, group: int, can_describe: bool)
         return TileShape(64, 32, 4 if dim_pad <= 128 else 8, 2, False)
     if dim_pad > 128:
         return TileShape(max(64, triton.next_power_of_2(group)), 32, 8, 2, False)
-    if dim_pad == 128 and can_describe:
+    if dim_pad >= 64 and can_describe:
         return TileShape(64, 64, 4, 3, True)
     return TileShape(128, 64, 8, 3, can_describe)
 

@@ -1,6 +1,6 @@
 """The runner of the GPU tests: how it cuts them, and what it says of groups that pass, fail, die or hang."""
 
-import time
+import threading
 
 import pytest
 
@@ -30,7 +30,7 @@ FILES = {
     "test_good.py": "import pytest\ndef test_good(): pass\n@pytest.mark.skip\ndef test_not_here(): pass\n",
     "test_bad.py": "def test_good(): pass\ndef test_bad(): assert 1 + 1 == 3\n",
     "test_dying.py": "import os\ndef test_dying(): os._exit(7)\n",
-    "test_hanging.py": "import time\ndef test_hanging(): time.sleep(60)\n",
+    "test_hanging.py": "import signal\ndef test_hanging(): signal.pause()\n",
 }
 
 
@@ -66,20 +66,24 @@ def test_every_way_to_end_is_told(ids, capsys, tmp_path, monkeypatch):
 def test_the_cpu_kernels_are_built_before_the_first_group(error, monkeypatch, capsys):
     import torch
 
-    events = []
+    events, is_collected = [], threading.Event()
 
     def build(target):
         events.append(f"builds {target.tier}")
         if error is not None:
             raise error
-        time.sleep(0.2)
+        assert is_collected.wait(30), "tests are collected meanwhile"
         events.append("has built")
+
+    def collect(selection):
+        is_collected.set()
+        return ["tests/a.py::test_one"]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (139 << 30, 140 << 30))
     monkeypatch.setattr(runner.signal, "signal", lambda *_: None)
     monkeypatch.setattr(runner, "build_library", build)
-    monkeypatch.setattr(runner, "collect", lambda selection: ["tests/a.py::test_one"])
+    monkeypatch.setattr(runner, "collect", collect)
     monkeypatch.setattr(runner, "run_groups", lambda groups, _: events.append(len(groups)) or [])
     assert runner.main([]) == 5
     tier = Target.of(cpu_facts()).tier

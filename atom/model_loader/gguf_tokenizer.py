@@ -6,9 +6,8 @@ folder. Byte-level vocabularies (``gpt2``) carry their merges.
 """
 
 import hashlib
+import io
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 
 from atom.errors import ConfigError, ModelLoadError
 from atom.model_loader.gguf_file import StringArray
-from atom.utils.cache_folder import private_cache_folder
+from atom.utils.cache_folder import private_cache_folder, write_aside
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -124,16 +123,10 @@ def _kept_merges(path: Path, tokens: Sequence[str], vocab: Mapping[str, int], sc
 
 
 def _keep(pairs: np.ndarray, path: Path) -> None:
-    """Write aside, then rename: a reader never sees half a file."""
+    content = io.BytesIO()
+    np.save(content, pairs)
     try:
-        handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.save(file, pairs)
-            os.replace(aside, path)
-        except BaseException:
-            os.unlink(aside)
-            raise
+        write_aside(path, content.getvalue())
     except OSError as error:  # a full disk costs the next start two seconds, nothing more
         logger.warning("The recovered merges are not kept: %s", error)
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from atom.config import CompilationConfig, CompilationLevel, Config
 from atom.errors import ConfigError
-from atom.utils.cache_folder import check_private
+from atom.utils.cache_folder import check_private, write_aside
 from atom.utils.compile_cache import (
     ArtifactFolder,
     Index,
@@ -25,7 +25,6 @@ from atom.utils.compile_cache import (
     compilation_counter,
     compile_cache_root,
     record_entry,
-    write_aside,
 )
 from atom.utils.compile_dump import dump_graph
 from atom.utils.compiler_interface import (
@@ -202,7 +201,7 @@ class PiecewiseCompileInterpreter(fx.Interpreter):
     """Finds each piece's inputs by running the stitched graph on fake tensors, then compiles the pieces.
 
     Layers are alike: of pieces that neither change nor return their inputs' memory, the first of each kind runs, and
-    the others get tensors of the same layout. That is a third of what tracing a deep model takes.
+    the others get tensors of the same layout.
 
     Args:
         compile_submod_names: the parts to compile; the others run as they are.

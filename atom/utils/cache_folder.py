@@ -2,6 +2,7 @@
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from atom.errors import ConfigError
@@ -42,3 +43,17 @@ def check_private(folder: Path, *, must_exist: bool = False) -> Path:
             "make it 0700"
         )
     return folder
+
+
+def write_aside(path: Path, content: str | bytes) -> None:
+    """Write aside, then rename: a reader never sees half a file. Raises OSError, and then leaves nothing behind."""
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    is_whole = False
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        os.replace(aside, path)
+        is_whole = True
+    finally:
+        if not is_whole:
+            os.unlink(aside)

@@ -29,7 +29,7 @@ from typing import Any
 
 from atom import __version__
 from atom.errors import ConfigError
-from atom.utils.cache_folder import check_private, private_cache_folder
+from atom.utils.cache_folder import check_private, private_cache_folder, write_aside
 
 logger = logging.getLogger(__name__)
 
@@ -98,18 +98,6 @@ def record_entry(folder: Path, facts: dict[str, Any]) -> None:
         os.utime(path)
         return
     write_aside(path, json.dumps({**facts, "created": time.time()}, indent=2) + "\n")
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Write aside, then rename: a reader never sees half a file."""
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(aside, path)
-    except BaseException:
-        os.unlink(aside)
-        raise
 
 
 class ArtifactFolder:

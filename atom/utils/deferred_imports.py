@@ -45,13 +45,12 @@ def execute(module: ModuleType) -> None:
         if type(module) is not DeferredModule:
             return
         loader = module.__spec__.loader
-        module.__class__ = _ExecutingModule
+        module.__class__, after = _ExecutingModule, DeferredModule  # a module that fails is tried again
         try:
             loader.exec_module(module)
-        except BaseException:
-            module.__class__ = DeferredModule
-            raise
-        module.__class__ = ModuleType
+            after = ModuleType
+        finally:
+            module.__class__ = after
 
 
 class _DeferringLoader(Loader):

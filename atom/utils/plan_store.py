@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from atom.utils.cache_folder import check_private
-from atom.utils.compile_cache import write_aside
+from atom.utils.cache_folder import check_private, write_aside
 
 FORMAT = 1
 PLANS = ".plans"

@@ -222,7 +222,7 @@ class KernelCompilation:
 
 
 def default_processes() -> int:
-    """``ATOM_COMPILE_PROCESSES``, or half of the cores: the engine traces meanwhile, and waits for nobody else's.
+    """``ATOM_COMPILE_PROCESSES``, or half of the cores: the engine traces the model meanwhile.
 
     With a single core the engine compiles alone.
     """

@@ -141,10 +141,10 @@ def _fork(job: KernelJob, backend: str | None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _compile(job, backend)
         status = 0
-    except BaseException as error:  # nothing may go on in here: the loop of jobs is the parent's
+    except Exception as error:  # the launch that needs the kernel says it again
         logger.warning("%s is not compiled ahead: %s: %s", job.name, type(error).__name__, str(error)[-300:])
     finally:
-        os._exit(status)
+        os._exit(status)  # whatever happened: the loop of jobs is the parent's
 
 
 def settle_key(function: Any) -> None:

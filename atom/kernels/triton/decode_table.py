@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import json
-import os
 
 import triton
 
 from atom.errors import ConfigError
 from atom.kernels.triton.decode_linear import Choice, LinearShape
-from atom.utils.cache_folder import cache_root, check_private
+from atom.utils.cache_folder import cache_root, check_private, write_aside
 from atom.utils.logging import init_logger
 
 logger = init_logger(__name__)
@@ -47,9 +46,7 @@ def save_table(architecture: str, table: Table) -> str:
         for (shape, tokens), choice in sorted(merged.items(), key=lambda item: str(item[0]))
     ]
     path = folder / _name(architecture)
-    aside = path.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(entries, indent=0))
-    aside.replace(path)
+    write_aside(path, json.dumps(entries, indent=0))
     return str(path)
 
 

@@ -192,21 +192,8 @@ def _pick_kept(
         total = tl.load(totals + row)
         if is_limited & is_nucleus:
             step = _search(
-                base,
-                spans,
-                count,
-                num_ids,
-                best,
-                heat,
-                low,
-                top,
-                limit,
-                float("inf"),
-                -1.0,
-                ROWS,
-                SPAN,
-                SHIFT,
-            )
+                base, spans, count, num_ids, best, heat, low, top, limit, float("inf"), -1.0, ROWS, SPAN, SHIFT,
+            )  # fmt: skip
             low = step - 1
             level = from_step(step, SHIFT)
             num, total, _ = _tally(base, spans, count, num_ids, level, best, heat, ROWS, SPAN)
@@ -215,21 +202,8 @@ def _pick_kept(
         if is_nucleus:
             share = (p.to(tl.float64) - _SLACK) * total
         step = _search(
-            base,
-            spans,
-            count,
-            num_ids,
-            best,
-            heat,
-            low,
-            top,
-            limit,
-            share.to(tl.float32),
-            least,
-            ROWS,
-            SPAN,
-            SHIFT,
-        )
+            base, spans, count, num_ids, best, heat, low, top, limit, share.to(tl.float32), least, ROWS, SPAN, SHIFT,
+        )  # fmt: skip
         level = from_step(step, SHIFT)
         num, mass, ties = _tally(base, spans, count, num_ids, level, best, heat, ROWS, SPAN)
         weight_at = weigh(level, best, heat).to(tl.float64)

@@ -11,8 +11,7 @@ import torch
 from torch import fx, nn
 
 from atom import __version__
-from atom.utils import compiled_plan, plan_store
-from atom.utils.backends import VllmBackend, make_compiler
+from atom.utils import backends, compiled_plan, plan_store
 from atom.utils.cache_folder import check_private
 from atom.utils.call_description import describe_call, source_files
 from atom.utils.compile_cache import (
@@ -41,7 +40,7 @@ class PlanKeeper:
 
     def __init__(
         self,
-        backend: VllmBackend,
+        backend: backends.VllmBackend,
         module: nn.Module,
         call: tuple[tuple[Any, ...], dict[str, Any]],
         free: Mapping[str, Sequence[int]],
@@ -86,7 +85,7 @@ class PlanKeeper:
 
     def _use(self, plan: dict[str, Any]) -> Callable[..., Any]:
         folder = check_private(self._root / plan["folder"], must_exist=True)
-        compiler = make_compiler(self._backend.compilation_config)
+        compiler = backends.make_compiler(self._backend.compilation_config)
         compiler.initialize_cache(str(folder))
         with ArtifactFolder(folder).lock():
             artifacts = [compiler.load_artifact(key, source) for key, source in plan["pieces"]]
@@ -102,7 +101,7 @@ class PlanKeeper:
         inputs = compiled_plan.Inputs(plan["inputs"], self._module, self._call, self._names)
         return inputs.bind(compiled_plan.build(plan, inputs, artifacts))
 
-    def take(self, graph: fx.GraphModule, backend: VllmBackend, changes_inputs: bool) -> None:
+    def take(self, graph: fx.GraphModule, backend: backends.VllmBackend, changes_inputs: bool) -> None:
         """Called while compiling: note the stitched graph, and the values of its first call."""
         try:
             if changes_inputs:
@@ -170,7 +169,7 @@ class PlanKeeper:
         logger.debug("A plan is kept: the next start need not trace %s", type(self._module).__name__)
 
 
-def _may_plan(backend: VllmBackend) -> bool:
+def _may_plan(backend: backends.VllmBackend) -> bool:
     """Not with what a plan does not know, nor on several ranks: one of them alone must not run the model twice."""
     config, compilation = backend.config, backend.compilation_config
     sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.prefill_context_parallel_size)

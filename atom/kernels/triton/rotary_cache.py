@@ -66,8 +66,12 @@ def _rotate_and_write(
     is_kept = head >= NUM_HEADS
     new_first = tl.where(is_kept, finite(new_first), new_first)
     new_second = tl.where(is_kept, finite(new_second), new_second)
-    tl.store(source, new_first, mask=mask & (is_turned | (first - first != 0.0)))
-    tl.store(source + half, new_second, mask=mask & (is_turned | (second - second != 0.0)))
+    # Values change only where one is not finite. Asked for a head at a time: a mask that differed within a head
+    # would cut the stores of all heads into single elements.
+    is_bad = ((first - first != 0.0) | (second - second != 0.0)) & mask
+    is_changed = mask & (is_turned | (tl.max(is_bad.to(tl.int32), 2)[:, :, None] > 0))
+    tl.store(source, new_first, mask=is_changed)
+    tl.store(source + half, new_second, mask=is_changed)
 
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
     is_stored = mask & is_kept & (slot >= 0)

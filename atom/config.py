@@ -55,7 +55,7 @@ __all__ = [
 
 logger = logging.getLogger("atom.config")
 
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 16384
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 4096  # of a step on a device: measured, see docs/performance.md
 FALLBACK_MAX_MODEL_LEN = 8192
 
 
@@ -113,7 +113,7 @@ class Config:
         4_194_304, "Most prompt tokens of those that wait at a server; beyond it: HTTP 429.", lo=1
     )
     max_num_batched_tokens: int | None = opt(
-        None, "Most tokens in a step; None: 16384, and on the CPU about 200 ms of work.", lo=1
+        None, "Most tokens in a step; None: 4096, and on the CPU about 200 ms of work.", lo=1
     )
     cpu_calibration: bool = opt(
         True, "Size the CPU's steps by a short measurement at a model's first start; False: 256 tokens."

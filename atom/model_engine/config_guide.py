@@ -40,7 +40,7 @@ value outside its limits is a `ConfigError` that names the field, what is allowe
   error names the flag. They are marked *later* below.
 - **Sizes.** `--kv-cache-memory` takes bytes or `2GiB`, `512MiB`, `1.5GB`; it wins over
   `--gpu-memory-utilization`, which counts on devices only.
-- **Step size.** Without `--max-num-batched-tokens` a step holds up to 16384 tokens on a device, and on the CPU
+- **Step size.** Without `--max-num-batched-tokens` a step holds up to 4096 tokens on a device, and on the CPU
   as many as take about 200 ms while answers are being written, so that they do not stall behind a long prompt,
   and 800 ms while none is; a decode step holds as many answers as fit in 200 ms, 64 at least, unless
   `--max-num-seqs` says. How many that is is measured in less than half a second at a model's first start and kept

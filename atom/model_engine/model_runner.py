@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from atom.config import CompilationLevel, Config, set_current_atom_config
+from atom.config import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    CompilationLevel,
+    Config,
+    set_current_atom_config,
+)
 from atom.config_parts import CompilationConfig, CUDAGraphMode, KVCacheTensor
 from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenMasks
 from atom.errors import ConfigError
@@ -50,7 +55,6 @@ __all__ = ["ModelRunner", "support_model_arch_dict"]
 
 logger = init_logger(__name__)
 
-DEVICE_CHUNK_TOKENS = 16384
 CPU_WARM_UP_TOKENS = 64
 GRAPH_BYTES = 8 << 20  # of a graph's own; 4 to 9 MiB were measured for 28 layers
 
@@ -175,7 +179,7 @@ class ModelRunner(Worker):
     def _plan(self, specs: list[CacheGroupSpec]) -> None:
         config = self.config
         context = config.resolve_max_model_len(self.hf_config.get("max_position_embeddings"))
-        default = largest_chunk(config) if self.platform.name == "cpu" else DEVICE_CHUNK_TOKENS
+        default = largest_chunk(config) if self.platform.name == "cpu" else DEFAULT_MAX_NUM_BATCHED_TOKENS
         self._chunk_tokens = min(config.max_num_batched_tokens or default, 1 << 20)
         self._sizes = StepSizes(self._chunk_tokens, config.max_num_seqs, step_tokens=self._chunk_tokens)
         limits = CacheLimits(

@@ -296,6 +296,8 @@ class ModelRunner(Worker):
         """What runs steps in place of the modules; None where they run them, said in the log."""
         decoder = self.model.dense_decoder() if self.hf_config.num_hidden_layers else None
         reason = needs_eager() or (None if envs.ATOM_FUSED_DECODE else "ATOM_FUSED_DECODE is off")
+        if reason is None and self.config.mark_trace and self.config.compilation_level == 0:
+            reason = "--mark-trace labels modules"
         fused = None
         if reason is None and self.platform.name == "cpu":
             fused, reason = self._fuse_on_cpu(decoder)
@@ -321,8 +323,6 @@ class ModelRunner(Worker):
 
         if self.config.compilation_level > 0:
             return None, f"they are compiled (level {self.config.compilation_level:d})"
-        if self.config.mark_trace:
-            return None, "--mark-trace labels modules"
         return fuse_on_cpu(decoder, is_uniform=self.config.deterministic)
 
     def _run_step(self, batch: ScheduledBatch) -> None:

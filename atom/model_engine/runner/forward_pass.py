@@ -115,6 +115,10 @@ class ForwardPass:
         """Whether every attention layer can be held by a device graph."""
         return all(layer.backend.supports_token_graph for layer in self.layers.values())
 
+    def prefill_kernel_sizes(self) -> set[int]:
+        """Tokens of prompts from which on attention takes other kernels."""
+        return {size for layer in self.layers.values() for size in layer.backend.prefill_sizes()}
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """What recorded graphs read beside weights and cache, by name; the addresses never change."""
         tables = self.tables

@@ -169,6 +169,7 @@ class ModelRunner(Worker):
 
     def _build_model(self, device: torch.device) -> torch.nn.Module:
         model_class = get_model_class(self.hf_config.architectures)
+        self.config.compilation_config.static_forward_context.clear()  # of a model that was planned with
         name = self.config.attention_backend
         backend = nullcontext() if name == "auto" else override_backend(name)
         with device, _default_dtype(self.dtype), set_current_atom_config(self.config), backend:
@@ -265,6 +266,7 @@ class ModelRunner(Worker):
             device=self.device,
             annotate=self._profiler.step,
             time_model=partial(self._timer.start, "gpu_forward_seconds"),
+            no_compile_layers=self.config.compilation_config.static_forward_context,
         )
         self.forward_vars = self._forward.buffers()
         size = sum(buffer.nbytes for buffer in self.forward_vars.values())
@@ -565,6 +567,7 @@ class ModelRunner(Worker):
     def close(self) -> None:
         if self._forward is not None:
             self._forward.clear_graphs()
+        self.config.compilation_config.static_forward_context.clear()
         self._remaining, self.forward_vars = iter(()), {}
         self.model = self._forward = self._sampler = self._recorder = self._readback = None
 

@@ -287,7 +287,7 @@ TABLE: tuple[EnvVar, ...] = (
     *group(
         "Fusion: Qwen3",
         flag("ATOM_ENABLE_QK_NORM_ROPE_CACHE_QUANT_FUSION", False,
-             "Fuse query and key norms, rotary embedding and the cache write."),
+             "Fuse query and key norms, rotary embedding and a cache write that quantises; one that does not is fused anyway on a GPU."),
         integer("ATOM_QK_NORM_ROPE_CACHE_FUSION_MAX_TOKENS", 8192,
                 "Largest batch for that fusion in models with Gemma norms.", lo=0),
     ),
@@ -332,7 +332,7 @@ TABLE: tuple[EnvVar, ...] = (
         integer("ATOM_DSV41_SIDE_STREAMS", 0,
                 "Branches of a layer that run beside the main stream: none, the compressor, the indexer too.", choices=(0, 1, 2)),
         text("ATOM_TOKEN_GRAPH_SIZES", "256,512,1024,2048,3072",
-             "Prefill sizes recorded as token graphs, separated by commas; empty records none.", keeps_empty=True,
+             "Prefill sizes recorded as token graphs, separated by commas; empty records none. Not set on a GPU: 256 to 4096 in eighths of octaves.", keeps_empty=True,
              effective=True),
         integer("ATOM_TOKEN_GRAPH_DP_MAX_TOKENS", 512,
                 "Largest decode bucket recorded as a token graph under DP attention with a drafter.", lo=1),

@@ -487,7 +487,8 @@ class ModelRunner(Worker):
         """Record every bucket, the largest first. Returns the seconds it took and the decode sizes, ascending."""
         recorder = self._recorder
         for done, bucket in enumerate(recorder.run(), 1):
-            report(f"record graphs ({bucket.kind} {bucket.size})", done / recorder.num_buckets)
+            name = f"record graphs ({bucket.kind} {bucket.size}, {format_bytes(bucket.memory)})"
+            report(name, done / recorder.num_buckets)
         return sum(bucket.seconds for bucket in recorder.recorded), sorted(recorder.decode_sizes)
 
     def record_next_graph(self) -> bool:

@@ -464,7 +464,7 @@ TABLE: tuple[EnvVar, ...] = (
         flag("ATOM_ENABLE_DETAILED_ANNOTATION", False,
              "Add attention sums to the labels of a trace, from which FLOPs can be derived.", effective=True),
         flag("ATOM_LOG_MORE", False,
-             "Log lines with process, id, path, line and function.", effective=True),
+             "Log lines with process, id, path, line and function, and those that only help to find a fault.", effective=True),
         text("ATOM_PROCESS_NAME_PREFIX", "ATOM",
              "Prefix of the process names in logs and process lists.", effective=True),
     ),

@@ -53,7 +53,7 @@ class Heads(NamedTuple):
 
 MODELS = {"8B": Heads(32, 8, 128), "0.6B": Heads(16, 8, 128), "1B": Heads(32, 8, 64)}
 HIDDEN = {"8B": (4096, 14336), "0.6B": (1024, 3072), "1B": (2048, 8192)}
-PREFILLS = {"2048": [2048], "8192": [8192], "16x1024": [1024] * 16}
+PREFILLS = {"2048": [2048], "4096": [4096], "8192": [8192], "16x1024": [1024] * 16}
 VARLEN_SHAPES = [  # of the portable kernel
     TileShape(64, 64, 4, 3, True),
     TileShape(128, 64, 8, 3, True),

@@ -9,7 +9,7 @@ from torch.nn.attention import varlen
 
 from atom.benchmarks import gpu_kernels
 from atom.kernels.triton import decode_table, prefill_table
-from atom.kernels.triton.decode_linear import Choice, LinearShape
+from atom.kernels.triton.decode_table import Choice, LinearShape
 from atom.kernels.triton.prefill_table import TORCH, PrefillLayer, choose
 from atom.kernels.triton.varlen_attention import HOPPER_SHAPE, TileShape, layer_tile_shape, tile_shape
 from atom.model_ops.attentions import triton as triton_backend

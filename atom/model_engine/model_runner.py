@@ -17,7 +17,7 @@ from atom.config import (
     set_current_atom_config,
 )
 from atom.config_parts import CompilationConfig, CUDAGraphMode, KVCacheTensor
-from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenMasks
+from atom.core import BatchOutput, CacheGroupSpec, ScheduledBatch, TokenMasks
 from atom.errors import ConfigError
 from atom.kernels.cpu.native.library import native_library
 from atom.kernels.registry import select_kernel, selected_kernels
@@ -26,7 +26,13 @@ from atom.model_engine.runner.device_timer import make_device_timer
 from atom.model_engine.runner.forward_mode import capture_sizes, token_graph_sizes
 from atom.model_engine.runner.forward_pass import ForwardPass, ForwardResult
 from atom.model_engine.runner.graph_recorder import GraphRecorder, RecordedBucket
-from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
+from atom.model_engine.runner.kv_budget import (
+    CacheLimits,
+    MemoryFacts,
+    format_bytes,
+    plan_cache,
+    with_block_count,
+)
 from atom.model_engine.runner.limits import scheduler_limits
 from atom.model_engine.runner.prompt_scores import PromptScores, score_prompts
 from atom.model_engine.runner.readback import Readback
@@ -202,7 +208,7 @@ class ModelRunner(Worker):
         )
         plan = plan_cache(specs, self._facts, limits)
         if config.num_kvcache_blocks > 0:
-            plan = _with_block_count(plan, config.num_kvcache_blocks, limits)
+            plan = with_block_count(plan, config.num_kvcache_blocks, limits)
         if plan.max_model_len < limits.max_model_len:
             logger.warning(
                 "context lowered from %d to %d tokens: the KV cache budget of %s holds no longer request "
@@ -586,13 +592,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _with_block_count(plan: CachePlan, num_blocks: int, limits: CacheLimits) -> CachePlan:
-    """``--num-kvcache-blocks`` as given, for every paged group, and the context that it can hold."""
-    groups = [
-        group if group.kind is GroupKind.STATE else replace(group, num_blocks=num_blocks)
-        for group in plan.groups
-    ]
-    tokens = num_blocks * limits.block_size
-    return replace(plan, groups=groups, num_tokens=tokens, max_model_len=min(plan.max_model_len, tokens))

@@ -1,6 +1,6 @@
 """Our prefill and decode kernels on a GPU: checked against fp32 on fresh random data, then timed in variants.
 
-    python -m atom.benchmarks.gpu_kernels [--parts varlen decode fused sampling] [--budget 180] [--json OUT] [--keep]
+    python -m atom.benchmarks.gpu_kernels [--parts varlen decode fused sampling] [--budget 180] [--json OUT]
 
 Times are medians of CUDA graph replays, over tensors that together outgrow the L2 cache. Each line of the table at
 the end says what the engine's choice takes, the best variant found, and its share of what the H200 can do: operations

@@ -87,9 +87,9 @@ class Config:
     deterministic: bool = opt(
         False, "Answers whose bits do not depend on batch, chunks, prefix cache or preemption; on the CPU."
     )
-    attention_backend: Literal["auto", "cpu_paged", "flash_attention", "reference", "triton"] = opt(
-        "auto", "How attention is computed; auto: the device's first that supports the model."
-    )
+    attention_backend: Literal[
+        "auto", "cpu_native", "cpu_paged", "flash_attention", "reference", "triton"
+    ] = opt("auto", "How attention is computed; auto: the device's first that supports the model.")
 
     # device and memory
     device: Literal["auto", "cpu", "cuda", "rocm"] = opt("auto", "Where the model runs.")

@@ -5,6 +5,7 @@
 Times are medians of CUDA graph replays, over tensors that together outgrow the L2 cache. Each line of the table at
 the end says what the engine's choice takes, the best variant found, and its share of what the H200 can do: operations
 for prefill attention, bytes for the rest. A variant that does not compile or is wrong is named and left out.
+With ``--keep`` the engines of this machine take what was faster at prefill attention than their own choice.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from atom.kernels.reference import activation, norm, rotary
 from atom.kernels.reference.attention import attend
 from atom.kernels.triton import elementwise
 from atom.kernels.triton.decode_attention import DecodeShape, decode_attention, decode_shape
+from atom.kernels.triton.prefill_table import TORCH, Choice, PrefillLayer, Table, save_table
 from atom.kernels.triton.rotary_cache import HEADS_PER_PROGRAM, rotate_and_write
 from atom.kernels.triton.varlen_attention import TileShape, layer_tile_shape, plan_tiles, varlen_attention
 from atom.model_ops.attentions.flash import varlen_parameters
+from atom.platforms import get_platform
 
 PAGE = 16
+MIN_GAIN = 0.98  # what is kept instead of the engine's choice takes so much of its time at most
 MAX_ERROR = 1e-2  # of a bf16 result, ||found - wanted|| / ||wanted||
 NUM_COMPILERS = 8
 NUM_ROWS = 8192  # of the elementwise passes
@@ -49,7 +53,7 @@ class Heads(NamedTuple):
 
 MODELS = {"8B": Heads(32, 8, 128), "0.6B": Heads(16, 8, 128), "1B": Heads(32, 8, 64)}
 HIDDEN = {"8B": (4096, 14336), "0.6B": (1024, 3072), "1B": (2048, 8192)}
-PREFILLS = {"2048": [2048], "8192": [8192], "16x1024": [1024] * 16}
+PREFILLS = {"2048": [2048], "4096": [4096], "8192": [8192], "16x1024": [1024] * 16}
 VARLEN_SHAPES = [  # of the portable kernel
     TileShape(64, 64, 4, 3, True),
     TileShape(128, 64, 8, 3, True),
@@ -69,6 +73,7 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
         self.problems: list[str] = []
         self.details: dict[str, dict[str, Any]] = {}
+        self.prefills: Table = {}  # the fastest kernels
 
     @property
     def is_over(self) -> bool:
@@ -175,8 +180,17 @@ def bench_varlen(bench: Bench) -> None:
             times = time_varlen(bench, f"{model} {name}", heads, lens, shapes)
             # Later sizes take only what was not far behind.
             if times:
+                bench.prefills.setdefault(PrefillLayer(heads.dim, heads.q // heads.kv), {})[max(lens)] = (
+                    fastest(times)
+                )
                 limit = 1.3 * min(times.values())
-                shapes = [shape for shape in shapes if times.get(str(tuple(shape)), limit) < limit] or shapes
+                shapes = [shape for shape in shapes if times.get(shape, limit) < limit] or shapes
+
+
+def fastest(times: dict[Choice, float]) -> Choice:
+    """The first of ``times``, the engine's own choice, unless another one is clearly faster."""
+    usual, best = next(iter(times)), min(times, key=times.__getitem__)
+    return best if times[best] < MIN_GAIN * times[usual] else usual
 
 
 def check_varlen(bench: Bench, model: str, heads: Heads) -> None:
@@ -215,7 +229,8 @@ def check_varlen(bench: Bench, model: str, heads: Heads) -> None:
 
 def time_varlen(
     bench: Bench, name: str, heads: Heads, lens: list[int], shapes: list[TileShape]
-) -> dict[str, float]:
+) -> dict[Choice, float]:
+    """Microseconds of the engine's choice, which comes first, and of others; without it nothing."""
     num_tokens, scale = sum(lens), heads.dim**-0.5
     qkvs = [random(num_tokens, heads.q + 2 * heads.kv, heads.dim) for _ in range(NUM_COPIES)]
     split = [qkv.split((heads.q, heads.kv, heads.kv), 1) for qkv in qkvs]
@@ -230,15 +245,14 @@ def time_varlen(
     wanted = torch.cat([attend(q[n - 1 : n], k[:n], v[:n], scale=scale) for n in probes])
     rows = [num_tokens - lens[-1] + n - 1 for n in probes]
 
-    def call(index: int, shape: TileShape | None, tiles: torch.Tensor) -> None:
+    def call(index: int, shape: TileShape, tiles: torch.Tensor) -> None:
         varlen_attention(
             *split[index], *pages.caches[0], table, None, cu_seqlens, context_lens, output,
             scale=scale, shape=shape, tiles=tiles,
         )  # fmt: skip
 
-    def measure(label: str, shape: TileShape | None) -> float | None:
-        chosen = shape or layer_tile_shape(*split[0], *pages.caches[0])
-        tiles = plan_tiles(cu_seqlens, context_lens, num_tokens, chosen.tokens(heads.q // heads.kv))
+    def measure(shape: TileShape) -> float | None:
+        tiles = plan_tiles(cu_seqlens, context_lens, num_tokens, shape.tokens(heads.q // heads.kv))
 
         def check() -> float:
             output.fill_(float("nan"))
@@ -246,27 +260,29 @@ def time_varlen(
             return relative_error(output[rows], wanted) + float(output.isnan().any())
 
         calls = [lambda i=i: call(i, shape, tiles) for i in range(NUM_COPIES)]
-        return bench.try_variant(f"varlen {name} {label}", check, calls)
+        return bench.try_variant(f"varlen {name} {tuple(shape)}", check, calls)
 
     def first_call(shape: TileShape) -> None:
         tiles = plan_tiles(cu_seqlens, context_lens, num_tokens, shape.tokens(heads.q // heads.kv))
         call(0, shape, tiles)
 
+    usual = layer_tile_shape(*split[0], *pages.caches[0])
+    shapes = list(dict.fromkeys([usual, *shapes]))
     compile_all([lambda shape=shape: first_call(shape) for shape in shapes])
-    ours = measure("choice", None)
-    times = {str(tuple(shape)): measure(str(tuple(shape)), shape) for shape in shapes}
-    times["torch"] = time_flash(bench, name, split, cu_seqlens, max(lens), scale, rows, wanted)
-    found = {key: value for key, value in times.items() if value is not None}
+    times: dict[Choice, float | None] = {shape: measure(shape) for shape in shapes}
+    times[TORCH] = time_flash(bench, name, split, output, cu_seqlens, max(lens), scale, rows, wanted)
+    found = {choice: value for choice, value in times.items() if value is not None}
     flops = sum(2 * heads.q * heads.dim * n * (n + 1) for n in lens)
-    bench.add(f"varlen {name}", ours, found, flops / H200.matmul_tflop_s / 1e6)
-    return {key: value for key, value in found.items() if key != "torch"}
+    labels = {choice if choice == TORCH else str(tuple(choice)): us for choice, us in found.items()}
+    bench.add(f"varlen {name}", times[usual], labels, flops / H200.matmul_tflop_s / 1e6)
+    return found if usual in found else {}
 
 
 def time_flash(
-    bench: Bench, name: str, split: list, cu_seqlens: torch.Tensor, longest: int, scale: float, rows: list[int],
-    wanted: torch.Tensor,
+    bench: Bench, name: str, split: list, output: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, scale: float,
+    rows: list[int], wanted: torch.Tensor,
 ) -> float | None:  # fmt: skip
-    """PyTorch's own kernel on the same data."""
+    """PyTorch's own kernel on the same data, and the copy to where the engine wants it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
@@ -278,7 +294,7 @@ def time_flash(
         options.pop("is_causal", None)
 
     def call(index: int) -> torch.Tensor:
-        return varlen_attn(*split[index], cu_seqlens, cu_seqlens, longest, longest, **options)
+        return output.copy_(varlen_attn(*split[index], cu_seqlens, cu_seqlens, longest, longest, **options))
 
     def check() -> float:
         return relative_error(call(0)[rows], wanted)
@@ -416,7 +432,12 @@ def main(argv: list[str] | None = None) -> int:
         "--budget", type=float, default=180.0, help="Seconds in all; the parts have shares of it."
     )
     parser.add_argument("--json", type=Path, help="Write all variants there.")
+    parser.add_argument(
+        "--keep", action="store_true", help="Let engines of this machine take the fastest of varlen."
+    )
     args = parser.parse_args(argv)
+    if args.keep and "varlen" not in args.parts:
+        parser.error("--keep needs varlen among --parts")
     bench = Bench(args.budget, args.json)
     began = time.monotonic()
     shares = sum(SHARES[part] for part in args.parts)
@@ -432,6 +453,8 @@ def main(argv: list[str] | None = None) -> int:
     print("\n| kernel | ours (us) | of the limit | best variant | us | of the limit |\n" + "|---" * 6 + "|")
     for row in bench.rows:
         print(format_row(row))
+    if args.keep and bench.prefills:
+        print("kept in", save_table(get_platform("cuda").describe()["architecture"], bench.prefills))
     return int(not bench.rows)
 
 

@@ -17,7 +17,7 @@ from atom.config import (
     set_current_atom_config,
 )
 from atom.config_parts import CompilationConfig, CUDAGraphMode, KVCacheTensor
-from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch, TokenMasks
+from atom.core import BatchOutput, CacheGroupSpec, ScheduledBatch, TokenMasks
 from atom.errors import ConfigError
 from atom.kernels.cpu.native.library import native_library
 from atom.kernels.registry import select_kernel, selected_kernels
@@ -26,7 +26,13 @@ from atom.model_engine.runner.device_timer import make_device_timer
 from atom.model_engine.runner.forward_mode import capture_sizes, token_graph_sizes
 from atom.model_engine.runner.forward_pass import ForwardPass, ForwardResult
 from atom.model_engine.runner.graph_recorder import GraphRecorder, RecordedBucket
-from atom.model_engine.runner.kv_budget import CacheLimits, CachePlan, MemoryFacts, format_bytes, plan_cache
+from atom.model_engine.runner.kv_budget import (
+    CacheLimits,
+    MemoryFacts,
+    format_bytes,
+    plan_cache,
+    with_block_count,
+)
 from atom.model_engine.runner.limits import scheduler_limits
 from atom.model_engine.runner.prompt_scores import PromptScores, score_prompts
 from atom.model_engine.runner.readback import Readback
@@ -169,6 +175,7 @@ class ModelRunner(Worker):
 
     def _build_model(self, device: torch.device) -> torch.nn.Module:
         model_class = get_model_class(self.hf_config.architectures)
+        self.config.compilation_config.static_forward_context.clear()  # of a model that was planned with
         name = self.config.attention_backend
         backend = nullcontext() if name == "auto" else override_backend(name)
         with device, _default_dtype(self.dtype), set_current_atom_config(self.config), backend:
@@ -201,7 +208,7 @@ class ModelRunner(Worker):
         )
         plan = plan_cache(specs, self._facts, limits)
         if config.num_kvcache_blocks > 0:
-            plan = _with_block_count(plan, config.num_kvcache_blocks, limits)
+            plan = with_block_count(plan, config.num_kvcache_blocks, limits)
         if plan.max_model_len < limits.max_model_len:
             logger.warning(
                 "context lowered from %d to %d tokens: the KV cache budget of %s holds no longer request "
@@ -265,6 +272,7 @@ class ModelRunner(Worker):
             device=self.device,
             annotate=self._profiler.step,
             time_model=partial(self._timer.start, "gpu_forward_seconds"),
+            no_compile_layers=self.config.compilation_config.static_forward_context,
         )
         self.forward_vars = self._forward.buffers()
         size = sum(buffer.nbytes for buffer in self.forward_vars.values())
@@ -296,6 +304,8 @@ class ModelRunner(Worker):
         """What runs steps in place of the modules; None where they run them, said in the log."""
         decoder = self.model.dense_decoder() if self.hf_config.num_hidden_layers else None
         reason = needs_eager() or (None if envs.ATOM_FUSED_DECODE else "ATOM_FUSED_DECODE is off")
+        if reason is None and self.config.mark_trace and self.config.compilation_level == 0:
+            reason = "--mark-trace labels modules"
         fused = None
         if reason is None and self.platform.name == "cpu":
             fused, reason = self._fuse_on_cpu(decoder)
@@ -321,8 +331,6 @@ class ModelRunner(Worker):
 
         if self.config.compilation_level > 0:
             return None, f"they are compiled (level {self.config.compilation_level:d})"
-        if self.config.mark_trace:
-            return None, "--mark-trace labels modules"
         return fuse_on_cpu(decoder, is_uniform=self.config.deterministic)
 
     def _run_step(self, batch: ScheduledBatch) -> None:
@@ -485,7 +493,8 @@ class ModelRunner(Worker):
         """Record every bucket, the largest first. Returns the seconds it took and the decode sizes, ascending."""
         recorder = self._recorder
         for done, bucket in enumerate(recorder.run(), 1):
-            report(f"record graphs ({bucket.kind} {bucket.size})", done / recorder.num_buckets)
+            name = f"record graphs ({bucket.kind} {bucket.size}, {format_bytes(bucket.memory)})"
+            report(name, done / recorder.num_buckets)
         return sum(bucket.seconds for bucket in recorder.recorded), sorted(recorder.decode_sizes)
 
     def record_next_graph(self) -> bool:
@@ -565,6 +574,7 @@ class ModelRunner(Worker):
     def close(self) -> None:
         if self._forward is not None:
             self._forward.clear_graphs()
+        self.config.compilation_config.static_forward_context.clear()
         self._remaining, self.forward_vars = iter(()), {}
         self.model = self._forward = self._sampler = self._recorder = self._readback = None
 
@@ -582,13 +592,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _with_block_count(plan: CachePlan, num_blocks: int, limits: CacheLimits) -> CachePlan:
-    """``--num-kvcache-blocks`` as given, for every paged group, and the context that it can hold."""
-    groups = [
-        group if group.kind is GroupKind.STATE else replace(group, num_blocks=num_blocks)
-        for group in plan.groups
-    ]
-    tokens = num_blocks * limits.block_size
-    return replace(plan, groups=groups, num_tokens=tokens, max_model_len=min(plan.max_model_len, tokens))

@@ -12,7 +12,7 @@ def _is_wanted(choice: bool | None) -> bool:
 
 
 class StartupProgress:
-    """One bar a start-up phase. ``enabled=None`` shows it on a terminal only."""
+    """One bar a start-up phase, with what the phase is at behind it. ``enabled=None`` shows it on a terminal only."""
 
     def __init__(self, enabled: bool | None = None):
         self._enabled = _is_wanted(enabled)
@@ -20,15 +20,17 @@ class StartupProgress:
         self._bar: tqdm | None = None
 
     def update(self, phase: str, fraction: float) -> None:
-        """``phase`` has reached ``fraction`` in [0, 1]."""
+        """``phase``, as in ``record graphs (decode 8)``, has reached ``fraction`` in [0, 1]."""
         if not self._enabled:
             return
-        if phase != self._phase:
+        name, _, detail = phase.removesuffix(")").partition(" (")
+        if name != self._phase:
             self._finish()
-            self._phase = phase
-            bar_format = "{desc:<16}{percentage:3.0f}%|{bar:30}| {elapsed}"
-            self._bar = tqdm(total=1.0, desc=phase, bar_format=bar_format, file=sys.stderr)
+            self._phase = name
+            bar_format = "{desc:<16}{percentage:3.0f}%|{bar:30}| {elapsed}{postfix}"
+            self._bar = tqdm(total=1.0, desc=name, bar_format=bar_format, file=sys.stderr)
         assert self._bar is not None
+        self._bar.set_postfix_str(detail, refresh=False)
         self._bar.update(max(0.0, fraction - self._bar.n))
 
     def _finish(self) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from atom.config import get_current_atom_config
 from atom.model_ops.attentions.backend import AttentionSpec, select_backend
 from atom.utils.custom_register import mark_spliting_op
 from atom.utils.forward_context import get_forward_context
@@ -22,7 +23,8 @@ class Attention(nn.Module):
 
     Args:
         num_heads: query heads of this rank; ``num_kv_heads`` alike, and must divide it.
-        layer_name: unique in the model; the key of its cache group and cache in the forward context.
+        layer_name: unique in the model; the key of its cache group and cache in the forward context, and by which ops
+            find the layer. Taken under ``set_current_atom_config``: ValueError.
         sliding_window: a query sees itself and the ``sliding_window - 1`` positions before it.
         logits_soft_cap: scores become ``cap * tanh(score / cap)``.
         sinks: ``[num_heads]`` logits that join each softmax's denominator only.
@@ -57,6 +59,8 @@ class Attention(nn.Module):
             has_sinks=sinks is not None,
         )
         self.backend = select_backend(spec)(spec, sinks)
+        if (config := get_current_atom_config()) is not None:
+            config.compilation_config.state.add_layer(layer_name, self)
 
     def cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int]:
         """Shape of this layer's keys and of its values."""

@@ -30,7 +30,9 @@ class Platform(ABC):
     name: str  # cpu | cuda | rocm: the key of kernel and backend registries
     device_type: str  # as torch spells it: cpu | cuda (ROCm builds of torch say cuda too)
     communication_backend: str  # of torch.distributed
-    attention_backends: tuple[str, ...]  # by preference; the first that supports a layer serves it
+    attention_backends: tuple[
+        str, ...
+    ]  # by preference; the first that supports and prefers a layer serves it
     compilation_level: int = 0  # unless the user says
     cudagraph_mode: str = "NONE"  # alike; a name of CUDAGraphMode
 

@@ -40,7 +40,6 @@ __all__ = [
 logger = init_logger(__name__)
 
 Compiled = Callable[..., Any]
-Handle = tuple[str, str]  # (key, path) of an artifact
 
 
 class CompilerInterface(ABC):

@@ -30,10 +30,10 @@ PACKAGES: tuple[tuple[str, str | None], ...] = (
     ("transformers", "models without a tokenizer.json cannot be tokenized"),
     ("triton", "Triton kernels cannot run"),
 )
+# What kernels come from, and the module that has them.
 BACKENDS = (
-    ("triton", "triton"),
-    ("FlashAttention", "flash_attn"),
-    ("FlashInfer", "flashinfer"),
+    ("Triton", "triton"),
+    ("FlashAttention of PyTorch", "torch.nn.attention.varlen"),
     ("AITER", "aiter"),
 )
 
@@ -61,7 +61,7 @@ def diagnose() -> Diagnosis:
         if version is None:
             found.missing.append(f"{package}: {loss or 'ATOM cannot run'}; pip install {package}")
             found.is_usable = found.is_usable and loss is not None
-    found.backends = {name: importlib.util.find_spec(module) is not None for name, module in BACKENDS}
+    found.backends = {name: _has_module(module) for name, module in BACKENDS}
     _describe_devices(found)
     found.variables = envs.report()
     found.missing += [
@@ -75,6 +75,13 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:  # of a package that it is in
+        return False
 
 
 def _describe_devices(found: Diagnosis) -> None:

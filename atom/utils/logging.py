@@ -1,4 +1,7 @@
-"""Loggers whose lines say which process speaks; ``ATOM_LOG_MORE`` adds id, request, path, line and function."""
+"""Loggers whose lines say which process speaks.
+
+``ATOM_LOG_MORE`` adds id, request, path, line and function, and the lines that only help to find a fault (DEBUG).
+"""
 
 import logging
 import sys
@@ -18,7 +21,7 @@ log_request_id: ContextVar[str] = ContextVar("log_request_id", default="")
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger of a module below ``atom``. Lines go to standard error at level INFO and above.
+    """The logger of a module below ``atom``. Lines go to standard error at level INFO (DEBUG) and above.
 
     A program that has configured the root logger itself gets the lines there, and only there.
     """
@@ -28,7 +31,7 @@ def init_logger(name: str) -> logging.Logger:
         handler.setFormatter(_Formatter(_LONG if envs.ATOM_LOG_MORE else _SHORT, "%H:%M:%S"))
         root.addHandler(handler)
         if root.level == logging.NOTSET:
-            root.setLevel(logging.INFO)
+            root.setLevel(logging.DEBUG if envs.ATOM_LOG_MORE else logging.INFO)
     return logging.getLogger(name if name.split(".")[0] == _ROOT else f"{_ROOT}.{name}")
 
 

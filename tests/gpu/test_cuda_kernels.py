@@ -5,15 +5,18 @@ import time
 import pytest
 import torch
 
+from atom.benchmarks.gpu_kernels import VARLEN_SHAPES
 from atom.kernels.reference import activation, norm, rotary
 from atom.kernels.reference.attention import attend
 from atom.kernels.reference.kv_cache import stored
 from atom.kernels.triton import elementwise
 from atom.kernels.triton.decode_attention import decode_attention
 from atom.kernels.triton.kv_cache import write_kv
+from atom.kernels.triton.prefill_table import TORCH
 from atom.kernels.triton.rotary_cache import rotate_and_write
 from atom.kernels.triton.varlen_attention import HOPPER_SHAPE, tile_shape, varlen_attention
-from atom.model_ops.attentions.backend import AttentionSpec
+from atom.model_ops.attentions import triton as triton_backend
+from atom.model_ops.attentions.backend import AttentionSpec, select_backend
 from atom.model_ops.attentions.flash import FlashAttention
 from atom.model_ops.attentions.triton import TritonAttention
 from atom.platforms import get_platform
@@ -187,6 +190,26 @@ def test_flash_attention_says_the_same(heads, window, step):
     for backend in (FlashAttention, TritonAttention):
         outputs.append(torch.full_like(state.q, float("nan")))
         backend(spec).forward(state.q, state.k, state.v, *state.cache, state.metadata(), outputs[-1])
+    assert error_of(*outputs) < MAX_ERROR
+
+
+@pytest.mark.parametrize("choice", [*VARLEN_SHAPES, TORCH], ids=str)
+@pytest.mark.parametrize("heads", ["8B", "1B"])
+def test_whatever_was_measured_to_be_the_fastest_says_the_same(heads, choice, monkeypatch):
+    num_heads, kv, dim = HEADS[heads]
+    spec = AttentionSpec(num_heads, kv, dim, dim**-0.5, torch.bfloat16)
+    if choice == TORCH and not FlashAttention.supports(get_platform("cuda"), spec):
+        pytest.skip("this PyTorch has no varlen attention with windows")
+    usual = TritonAttention(spec)
+    monkeypatch.setattr(triton_backend, "measured_choices", lambda platform, layer: {64: choice})
+    with torch.device("cuda"):
+        chosen = select_backend(spec)
+        assert chosen is (FlashAttention if choice == TORCH else TritonAttention)
+        measured = chosen(spec)
+    state, outputs = Step(HEADS[heads], *STEPS["whole_prompts"]), []
+    for backend in (measured, usual):
+        outputs.append(torch.full_like(state.q, float("nan")))
+        backend.forward(state.q, state.k, state.v, *state.cache, state.metadata(), outputs[-1])
     assert error_of(*outputs) < MAX_ERROR
 
 

@@ -158,10 +158,14 @@ class FakeForward:
         self.model = torch.nn.Module()
         self.model.fused = SimpleNamespace(max_tokens=max_tokens) if max_tokens else None
         self.steps = []
+        self.kernel_sizes = set()
         self.run = JITFunction.run
 
     def prefill_bs(self, num_tokens):
         return num_tokens // 16
+
+    def prefill_kernel_sizes(self):
+        return self.kernel_sizes
 
     def rehearse(self, size, num_tokens, is_prefill):
         self.steps.append(["prefill" if is_prefill else "decode", num_tokens])
@@ -194,6 +198,11 @@ def test_prefill_is_recorded_first_then_what_modules_decode_then_what_is_fused()
         ["decode", 2],
         ["patches"],
     ]
+    forward = FakeForward(16)
+    forward.kernel_sizes = {1024, 4096, 16384}  # of which the last is more than a step has
+    record_launches(forward, compile_ahead.Recorder(), sizes, 8192)
+    measured = [["prefill", tokens, "modules"] for tokens in (4096, 8192)]
+    assert forward.steps == [*prefills, *measured, *modules, ["patches"], *fused]
     forward = FakeForward(16)
     record_launches(forward, compile_ahead.Recorder(), sizes, 8192, runs_modules=False)
     assert forward.steps == [["patches"], *fused]

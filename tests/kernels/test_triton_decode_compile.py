@@ -1,5 +1,7 @@
 """The kernels of a fused decode step compile for sm_90 and keep what makes them fast there, without a device."""
 
+import itertools
+
 from tests.helpers.own_process import json_of
 
 EARLY = {
@@ -46,3 +48,17 @@ def test_the_ring_computes_what_its_twin_does(tmp_path):
         assert found["spilled"] == 0, f"{case} spills {found['spilled']} bytes"
         assert found["wide_before_wait"] >= 4, f"{case} asks for little before it waits"
         assert found["waits"] == 1 and found["starts_next_first"] and found["stores_before_wait"] == 0, case
+
+
+def test_a_layer_is_at_most_five_launches(tmp_path):
+    """Every kernel counts, whatever calls it: so many between the attention of one layer and that of the next."""
+    attention = {"columns", "grouped", "splits", "warp_splits"}
+    steps = json_of("count_decode_launches.py", tmp_path)
+    assert len(steps) == 3 * 6 * 2
+    for step, names in steps.items():
+        places = [at for at, name in enumerate(names) if name in attention]
+        assert len(places) == 3, step
+        assert {after - before for before, after in itertools.pairwise(places)} == {5}, (step, names)
+        # Around the layers: prepare with the embedding; final norm, head and choice.
+        assert places[0] == 2 and len(names) - 1 - places[-1] <= 3 + 3, (step, names)
+    assert {name for names in steps.values() for name in names} >= attention

@@ -42,23 +42,6 @@ IDLE = StepFacts(False, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("mode", "separate", "decode_mode", "mixed_mode", "full", "hybrid", "highest"),
-    [
-        (NONE, False, NONE, NONE, False, False, NONE),
-        (TR, False, TR, TR, False, True, TR),
-        (FULL, False, FULL, FULL, True, False, FULL),
-        (DECODE_ONLY, True, FULL, NONE, True, False, FULL),
-        (BOTH, True, FULL, TR, True, True, FULL),
-    ],
-)
-def test_mode_helpers(mode, separate, decode_mode, mixed_mode, full, hybrid, highest):
-    assert mode.separate_routine() is separate
-    assert (mode.decode_mode(), mode.mixed_mode()) == (decode_mode, mixed_mode)
-    assert (mode.has_full_cudagraphs(), mode.uses_tr_hybrid()) == (full, hybrid)
-    assert mode.max_cudagraph_mode() is highest
-
-
-@pytest.mark.parametrize(
     ("mode", "step", "kind", "running_bs", "running_tokens"),
     [
         (NONE, decode(3), "eager", 3, 3),

@@ -6,7 +6,13 @@ import pytest
 
 from atom.core import CacheGroupSpec, GroupKind
 from atom.errors import CacheBudgetError
-from atom.model_engine.runner.kv_budget import CacheLimits, MemoryFacts, format_bytes, plan_cache
+from atom.model_engine.runner.kv_budget import (
+    CacheLimits,
+    MemoryFacts,
+    format_bytes,
+    plan_cache,
+    with_block_count,
+)
 
 MIB = 2**20
 FULL = CacheGroupSpec(GroupKind.FULL, ("a",), bytes_per_block=64 * 1024)
@@ -43,6 +49,14 @@ def test_default_takes_a_share_of_free_memory_and_stays_within_it():
     assert plan.max_model_len == 8192
     assert 0.95 * plan.budget < used(plan) <= plan.budget
     assert plan.budget == int((8192 - 600) * MIB * 0.4)
+
+
+def test_a_number_of_blocks_is_taken_as_given_and_bounds_the_context():
+    planned = plan_cache([FULL, SLIDING, STATE], facts(), limits())
+    plan = with_block_count(planned, 24, limits())
+    assert [group.num_blocks for group in plan.groups] == [24, 24, planned.groups[2].num_blocks]
+    assert (plan.num_tokens, plan.max_model_len) == (24 * 16, 24 * 16)
+    assert with_block_count(planned, 10_000, limits()).max_model_len == planned.max_model_len
 
 
 def test_recorded_graphs_are_left_room_and_are_told_of():

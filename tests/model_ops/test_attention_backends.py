@@ -1,13 +1,17 @@
 """The CPU backend against the reference backend over the same paged cache."""
 
+from typing import get_args
+
 import pytest
 import torch
 
+from atom.config import Config
+from atom.config_fields import type_hints
 from atom.config_parts import KVCacheTensor
 from atom.errors import ConfigError
 from atom.kernels.cpu.native.library import native_library
 from atom.model_ops.attention import Attention
-from atom.model_ops.attentions.backend import AttentionSpec, override_backend, select_backend
+from atom.model_ops.attentions.backend import _BACKENDS, AttentionSpec, override_backend, select_backend
 from atom.model_ops.attentions.cpu import CpuPagedAttention, build_plan
 from atom.model_ops.attentions.cpu_native import CpuNativeAttention
 from atom.model_ops.attentions.reference import ReferenceAttention
@@ -230,6 +234,11 @@ def test_selection_and_override():
     with pytest.raises(ConfigError, match=f"'flash' is not one of {names}"):
         with override_backend("flash"):
             pass
+
+
+def test_every_backend_can_be_asked_for():
+    choices = get_args(type_hints(Config)["attention_backend"])
+    assert sorted(choices) == ["auto", *sorted(_BACKENDS)]
 
 
 def test_the_layer_finds_its_group_and_cache():

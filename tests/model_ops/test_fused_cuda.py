@@ -1,13 +1,17 @@
 """A fused decode step says what the modules say: each family, in batches, with and without a row table."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from atom.config import Config
 from atom.kernels.registry import override_kernel
+from atom.model_engine.model_runner import ModelRunner
 from atom.model_ops import fused_cuda
 from atom.model_ops.fused_cuda import FusedCudaDecoder, fused_cuda_decoder, why_not
 from atom.platforms import get_platform
+from atom.platforms.cuda import CudaPlatform
 from atom.sampling_params import SamplingParams
 from atom.utils.forward_context import Context, ForwardContext
 from tests.helpers.core_driver import CoreDriver
@@ -117,13 +121,22 @@ def test_what_is_not_fused_says_why(folders):
     assert "norms behind" in why_not(gemma.dense_decoder(), CPU)
     llama = plain_model(folders["llama"])
     assert why_not(llama.dense_decoder(), CPU) is None
-    assert "not bfloat16" in why_not(llama.dense_decoder(), get_platform_of_devices())
+    assert "not bfloat16" in why_not(llama.dense_decoder(), CudaPlatform())
 
 
-def get_platform_of_devices():
-    from atom.platforms.cuda import CudaPlatform
-
-    return CudaPlatform()
+@pytest.mark.parametrize(
+    ("level", "reason"), [(0, "--mark-trace labels modules"), (3, "its dtype is torch.float32, not bfloat16")]
+)
+def test_modules_that_are_to_be_marked_run_where_nothing_is_compiled(folders, caplog, level, reason):
+    config = Config("m", mark_trace=True, compilation_config={"level": level})
+    tables = SimpleNamespace(computed=None, last_token=None)
+    runner = SimpleNamespace(
+        model=plain_model(folders["llama"]), hf_config=SimpleNamespace(num_hidden_layers=2), config=config,
+        platform=CudaPlatform(), _forward=SimpleNamespace(tables=tables),
+    )  # fmt: skip
+    with caplog.at_level("INFO"):
+        assert ModelRunner._fused_decoder(runner) is None
+    assert f"steps run module by module: {reason}" in caplog.text
 
 
 def test_steps_that_are_not_pure_decodes_are_left_alone(folders):

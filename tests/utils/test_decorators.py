@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from atom.config import Config, get_current_atom_config, get_current_rank, set_current_atom_config
+from atom.model_ops.attention import Attention
 from atom.utils.compile_cache import compilation_counter
 from atom.utils.decorators import (
     MAX_CODES,
@@ -262,3 +263,13 @@ def test_layers_are_found_by_name_and_names_are_unique():
     assert Config("m").compilation_config.static_forward_context == {}
     with pytest.raises(ValueError, match="'layers.0' is taken"):
         state.add_layer("layers.0", 2)
+
+
+def test_attention_layers_of_an_engines_model_are_found_by_name():
+    config = Config("m")
+    with set_current_atom_config(config):
+        layer = Attention(2, 16, 0.25, 1, "layers.0.attn")
+        with pytest.raises(ValueError, match="'layers.0.attn' is taken"):
+            Attention(2, 16, 0.25, 1, "layers.0.attn")
+    assert config.compilation_config.static_forward_context == {"layers.0.attn": layer}
+    Attention(2, 16, 0.25, 1, "layers.0.attn")  # of no engine

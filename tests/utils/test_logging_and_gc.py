@@ -19,7 +19,7 @@ set_process_name("EngineCore")
 def speak():
     logger.info("hello %d", 7)
 speak()
-init_logger("other").debug("not shown")
+init_logger("other").debug("a fact for finding faults")
 """
 
 
@@ -36,8 +36,9 @@ def test_a_line_names_its_process_and_comes_once():
     assert lines[0].endswith("INFO [X::EngineCore] hello 7")
 
 
-def test_log_more_adds_id_path_line_and_function():
-    (line,) = run(ATOM_LOG_MORE="1").splitlines()
+def test_log_more_adds_id_path_line_and_function_and_lines_for_finding_faults():
+    line, more = run(ATOM_LOG_MORE="1").splitlines()
+    assert "DEBUG" in more and more.endswith("a fact for finding faults")
     assert "[ATOM::EngineCore pid=" in line
     assert "<string>:6 speak: hello 7" in line
 

@@ -274,8 +274,16 @@ def layer_tile_shape(
     window: int | None = None,
     soft_cap: float | None = None,
     has_scales: bool = False,
+    measured: TileShape | None = None,
 ) -> TileShape:
-    """The kernel that :func:`varlen_attention` takes for these."""
+    """The kernel that :func:`varlen_attention` takes for these.
+
+    Args:
+        measured: what was the fastest for such steps on this device, and is taken where these have the layout for it.
+    """
+    is_portable = measured is not None and not measured.is_gluon and not has_scales
+    if is_portable and (can_describe(k, v) or not measured.uses_descriptors):
+        return measured
     if window is None and soft_cap is None and not has_scales and q.is_cuda:
         from atom.kernels.triton import varlen_hopper
 

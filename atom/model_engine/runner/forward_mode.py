@@ -14,7 +14,6 @@ from atom.errors import ConfigError
 from atom.utils import envs
 
 DEVICE_TOKEN_RANGE = (256, 4096)
-# A decode bucket of so many requests or fewer is recorded in one piece under two-batch overlap.
 MAX_UNSPLIT_BS = 2
 
 
@@ -98,7 +97,7 @@ class ForwardMode:
             index = bisect_left(sizes, batch_size)
             if index < len(sizes):
                 bs = sizes[index]
-                is_split = tables.splits_decode and bs > MAX_UNSPLIT_BS
+                is_split = tables.splits_decode and decode_bucket_splits(bs)
                 return cls("request", bs, bs * max_seqlen_q, bs if is_split else None)
         return cls("eager", batch_size, num_tokens)
 
@@ -125,6 +124,11 @@ def _largest(step: StepFacts, group: Sequence[StepFacts]) -> tuple[bool, int, in
         max_bs = batch_size if batch_size > max_bs else max_bs
         max_tokens = num_tokens if num_tokens > max_tokens else max_tokens
     return kind, max_bs, max_tokens, max_seqlen_q, is_alike, is_uniform
+
+
+def decode_bucket_splits(running_bs: int) -> bool:
+    """Whether two-batch overlap records a decode bucket of so many requests in two halves."""
+    return running_bs > MAX_UNSPLIT_BS
 
 
 def capture_sizes(

@@ -67,6 +67,7 @@ class ForwardPass:
         req_graph: where decode steps are recorded whole.
         layers: attention layers by name, in the order of their caches.
         chunk_tokens: the most tokens of a step; ``max_blocks`` alike of a sequence's table.
+        no_compile_layers: layers that ops find by name; None: those of attention.
         annotate: names a step in traces, see ``StepProfiler.step``.
         time_model: begins to time what the device computes, and returns what ends that (``DeviceTimer.start``).
     """
@@ -85,9 +86,11 @@ class ForwardPass:
         device: torch.device,
         annotate: Callable[..., AbstractContextManager[Any]],
         time_model: Callable[[], Callable[[], None]],
+        no_compile_layers: dict[str, Any] | None = None,
     ):
         self.model = model
         self.layers = model.attention_layers()
+        self._no_compile_layers = self.layers if no_compile_layers is None else no_compile_layers
         self.device = device
         self._annotate = annotate
         self._time_model = time_model
@@ -114,6 +117,10 @@ class ForwardPass:
     def supports_token_graph(self) -> bool:
         """Whether every attention layer can be held by a device graph."""
         return all(layer.backend.supports_token_graph for layer in self.layers.values())
+
+    def prefill_kernel_sizes(self) -> set[int]:
+        """Tokens of prompts from which on attention takes other kernels."""
+        return {size for layer in self.layers.values() for size in layer.backend.prefill_sizes()}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """What recorded graphs read beside weights and cache, by name; the addresses never change."""
@@ -309,5 +316,10 @@ class ForwardPass:
             running_tokens=live.mode.running_tokens,
         )
         return ForwardContext(
-            self.layers, by_layer, self._kv_caches, context, head=live.head, is_rehearsal=live.is_rehearsal
+            self._no_compile_layers,
+            by_layer,
+            self._kv_caches,
+            context,
+            head=live.head,
+            is_rehearsal=live.is_rehearsal,
         )

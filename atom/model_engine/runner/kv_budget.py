@@ -83,6 +83,16 @@ def plan_cache(groups: list[CacheGroupSpec], facts: MemoryFacts, limits: CacheLi
     return CachePlan(planned, max_model_len, budget, min(paged) * limits.block_size)
 
 
+def with_block_count(plan: CachePlan, num_blocks: int, limits: CacheLimits) -> CachePlan:
+    """``--num-kvcache-blocks`` as given, for every paged group, and the context that it can hold."""
+    groups = [
+        group if group.kind is GroupKind.STATE else replace(group, num_blocks=num_blocks)
+        for group in plan.groups
+    ]
+    tokens = num_blocks * limits.block_size
+    return replace(plan, groups=groups, num_tokens=tokens, max_model_len=min(plan.max_model_len, tokens))
+
+
 def _budget(facts: MemoryFacts, limits: CacheLimits) -> int:
     if limits.kv_cache_memory is not None:
         return limits.kv_cache_memory

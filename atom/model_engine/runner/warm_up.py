@@ -85,7 +85,8 @@ def record_launches(
     most = 0 if fused is None else fused.max_tokens
     if runs_modules and forward.supports_token_graph:  # otherwise attention reads what a rehearsal lacks
         with compilation_paused(forward.model):
-            for tokens in sorted({min(tokens, prefill_tokens) for tokens in REHEARSED_PREFILLS}):
+            prefills = {*REHEARSED_PREFILLS, *forward.prefill_kernel_sizes()}
+            for tokens in sorted({min(tokens, prefill_tokens) for tokens in prefills}):
                 forward.rehearse(forward.prefill_bs(tokens), tokens, True)
                 forward.run_modules(lambda: recording(recorder))
             by_modules = [size for size in sizes if size > most]

@@ -63,6 +63,11 @@ class AttentionBackend(ABC):
     def supports(cls, platform: Platform, spec: AttentionSpec) -> bool:
         """Whether this backend computes such a layer on this platform."""
 
+    @classmethod
+    def is_preferred(cls, spec: AttentionSpec) -> bool:
+        """Whether such layers take this backend where nobody asks for it, though one behind it may support them too."""
+        return True
+
     def __init__(self, spec: AttentionSpec, sinks: torch.Tensor | None = None):
         """``sinks [num_heads]``: logits that join each softmax's denominator only."""
         self.spec = spec
@@ -87,6 +92,10 @@ class AttentionBackend(ABC):
             keys: the layer's cache; ``values`` alike. Both are written.
             output: ``[num_tokens, num_heads, head_dim]``, contiguous; every element is written.
         """
+
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """Tokens of the longest prompt from which on other kernels serve, ascending: to be compiled ahead."""
+        return ()
 
     def forward_projected(
         self,
@@ -121,7 +130,7 @@ _logged: set[str] = set()
 
 
 def select_backend(spec: AttentionSpec, device: torch.device | None = None) -> type[AttentionBackend]:
-    """The first backend by the platform's preference that supports the layer.
+    """The first backend by the platform's preference that supports the layer and is to be preferred for it.
 
     Raises ConfigError when an override names a backend that does not, or none does.
     """
@@ -131,7 +140,7 @@ def select_backend(spec: AttentionSpec, device: torch.device | None = None) -> t
         if name not in _BACKENDS:
             continue
         backend = _import_backend(name)
-        if backend.supports(platform, spec):
+        if (is_asked_for(name) or backend.is_preferred(spec)) and backend.supports(platform, spec):
             if name not in _logged:
                 _logged.add(name)
                 log.info("attention backend: %s on %s", name, platform.name)
@@ -150,6 +159,11 @@ def override_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _override = previous
+
+
+def is_asked_for(name: str) -> bool:
+    """Whether ``override_backend`` names this backend now."""
+    return name == _override
 
 
 def _import_backend(name: str) -> type[AttentionBackend]:

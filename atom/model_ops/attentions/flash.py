@@ -1,5 +1,6 @@
 """FlashAttention as PyTorch ships it, for eager prefills whose prompts have nothing cached; Triton does the rest.
 
+Asked for by name it takes all of those; otherwise those for which ``prefill_table`` has measured it to be the fastest.
 PyTorch's kernel reads contiguous keys. (Its page table needs pages of 256 tokens in FlashAttention 2.) A recorded
 graph serves steps with and without cached prefixes alike, so it always holds Triton's kernel.
 """
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 
-from atom.model_ops.attentions.backend import AttentionSpec
-from atom.model_ops.attentions.triton import TritonAttention
+from atom.kernels.triton.prefill_table import TORCH, choose
+from atom.model_ops.attentions.backend import AttentionSpec, is_asked_for
+from atom.model_ops.attentions.triton import TritonAttention, measured_for
 from atom.platforms import Platform
 from atom.utils.forward_context import AttentionMetaData
 
@@ -43,8 +45,13 @@ class FlashAttention(TritonAttention):
             and {"scale", "window_size"} <= varlen_parameters()
         )
 
+    @classmethod
+    def is_preferred(cls, spec: AttentionSpec) -> bool:
+        return TORCH in measured_for(spec).values()
+
     def __init__(self, spec: AttentionSpec, sinks: torch.Tensor | None = None):
         super().__init__(spec, sinks)
+        self._is_always = is_asked_for(self.name) or TORCH not in self.measured.values()
         self._varlen_options: dict[str, Any] = {"scale": spec.scale}
         reach = -1 if spec.window is None else spec.window - 1
         self._varlen_options["window_size"] = (reach, 0)
@@ -61,7 +68,7 @@ class FlashAttention(TritonAttention):
         metadata: AttentionMetaData,
         output: torch.Tensor,
     ) -> None:
-        if not is_uncached_prefill(metadata, len(q)):
+        if not self._takes(metadata, len(q)):
             super()._attend(q, k, v, keys, values, metadata, output)
             return
         from torch.nn.attention.varlen import varlen_attn
@@ -69,6 +76,11 @@ class FlashAttention(TritonAttention):
         cu_seqlens, longest = metadata.cu_seqlens_q, metadata.max_seqlen_q
         result = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **self._varlen_options)
         output.copy_(result)
+
+    def _takes(self, metadata: AttentionMetaData, num_tokens: int) -> bool:
+        if not is_uncached_prefill(metadata, num_tokens):
+            return False
+        return self._is_always or choose(self.measured, metadata.max_seqlen_q) == TORCH
 
 
 def is_uncached_prefill(metadata: AttentionMetaData, num_tokens: int) -> bool:

@@ -9,13 +9,22 @@ import torch
 
 from atom.kernels.triton.decode_attention import decode_attention
 from atom.kernels.triton.kv_cache import write_kv
+from atom.kernels.triton.prefill_table import Choices, PrefillLayer, choose, measured_choices
 from atom.kernels.triton.rotary_cache import rotate_and_write
-from atom.kernels.triton.varlen_attention import layer_tile_shape, plan_tiles, varlen_attention
+from atom.kernels.triton.varlen_attention import TileShape, layer_tile_shape, plan_tiles, varlen_attention
 from atom.model_ops.attentions.backend import AttentionBackend, AttentionSpec
-from atom.platforms import Platform
+from atom.platforms import Platform, platform_of_device
 from atom.utils.forward_context import AttentionMetaData
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def measured_for(spec: AttentionSpec) -> Choices:
+    """What was measured of prefills of such layers on the device that they are built for."""
+    if spec.window is not None or spec.soft_cap is not None or spec.dtype.itemsize != 2:
+        return {}
+    layer = PrefillLayer(spec.head_dim, spec.group_size)
+    return measured_choices(platform_of_device(torch.get_default_device()), layer)
 
 
 class TritonAttention(AttentionBackend):
@@ -29,6 +38,7 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, sinks: torch.Tensor | None = None):
         super().__init__(spec, sinks)
+        self.measured = measured_for(spec)
         self._options = {
             "scale": spec.scale,
             "window": spec.window,
@@ -89,7 +99,17 @@ class TritonAttention(AttentionBackend):
                 **self._options,
             )
             return
-        shape = layer_tile_shape(q, k, v, keys, values, window=self.spec.window, soft_cap=self.spec.soft_cap)
+        spec = self.spec
+        shape = layer_tile_shape(
+            q,
+            k,
+            v,
+            keys,
+            values,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+            measured=self._measured_shape(metadata, len(q)),
+        )
         varlen_attention(
             q,
             k,
@@ -101,10 +121,22 @@ class TritonAttention(AttentionBackend):
             metadata.cu_seqlens_q,
             metadata.context_lens,
             output,
-            tiles=self._tiles(shape.tokens(self.spec.group_size), len(q), metadata),
+            tiles=self._tiles(shape.tokens(spec.group_size), len(q), metadata),
             shape=shape,
             **self._options,
         )
+
+    def _measured_shape(self, metadata: AttentionMetaData, num_tokens: int) -> TileShape | None:
+        if not self.measured:
+            return None
+        # A step that is recorded does not know its prompts: one of all tokens stands for them.
+        choice = choose(self.measured, metadata.max_seqlen_q or num_tokens)
+        return choice if isinstance(choice, TileShape) else None
+
+    def prefill_sizes(self) -> tuple[int, ...]:
+        sizes = sorted(self.measured)
+        before = [None, *(self.measured[size] for size in sizes)]
+        return tuple(size for size, last in zip(sizes, before, strict=False) if self.measured[size] != last)
 
     @staticmethod
     def _tiles(tile_tokens: int, num_tokens: int, metadata: AttentionMetaData) -> torch.Tensor:

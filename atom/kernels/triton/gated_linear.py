@@ -1,0 +1,191 @@
+"""A gated MLP's first product with its activation, ``activation(x gate^T) * (x up^T)``, for many tokens on sm_90.
+
+With few tokens, and for layers that the kernel of ``gated_gluon`` is not for, the product goes to cuBLAS and the
+activation is a pass of its own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from atom.kernels.linear import LinearKernel
+from atom.kernels.registry import Supports, register_kernel
+from atom.kernels.triton import elementwise
+from atom.platforms import Platform
+from atom.utils.custom_register import direct_register_custom_op
+
+_DTYPES = (torch.float16, torch.bfloat16)
+ACTIVATIONS = {"silu": elementwise.silu_and_mul, "gelu_tanh": elementwise.gelu_tanh_and_mul}
+PROGRAMS = 132  # that run at a time: one on each multiprocessor of an H200
+
+
+class GatedShape(NamedTuple):
+    """How the kernel is built.
+
+    ``groups`` of four warps multiply 64 tokens each; ``stages`` steps of K are in shared memory; ``band`` token tiles
+    share columns; a group begins ``skew`` steps behind the one before it.
+    """
+
+    groups: int
+    stages: int
+    band: int
+    skew: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile."""
+        return 64 * self.groups
+
+
+SHAPE = GatedShape(2, 4, 16, 1)
+MIN_FEATURES = 256  # a program's first tile has more steps than groups are apart
+MIN_TOKENS = 512  # of a step: with fewer the tiles do not fill the device
+
+
+def gated_shape(num_tokens: int, in_features: int, size: int) -> GatedShape | None:
+    """How to build the kernel for this many tokens; None: cuBLAS and a pass for the activation are faster."""
+    return SHAPE if num_tokens >= MIN_TOKENS else None
+
+
+def supports_layer(
+    platform: Platform,
+    *,
+    dtype: Any = None,
+    in_features: int = 0,
+    out_features: int = 0,
+    has_bias: bool = False,
+    **_: Any,
+) -> bool:
+    """Whether a layer ``[gate | up, in_features]`` can go to the kernel: what its copies of tiles can address."""
+    return (
+        not has_bias
+        and dtype in _DTYPES
+        and in_features >= MIN_FEATURES
+        and in_features % 8 == 0
+        and out_features % 16 == 0
+        and platform.architecture() == "sm_90"
+    )
+
+
+def launch(
+    shape: GatedShape, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, activation: str
+) -> None:
+    """Write ``activation(x gate^T) * (x up^T)`` into ``output [num_tokens, size]``.
+
+    Args:
+        x: ``[num_tokens, in_features]``, rows of 16-byte multiples.
+        weight: ``[gate | up, in_features]``, contiguous.
+        activation: ``silu`` or ``gelu_tanh``.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from atom.kernels.triton.gated_gluon import COLUMNS, ROWS, STEP, gated_sm90
+
+    layout = _shared_layout()
+    (num_tokens, in_features), size = x.shape, output.shape[1]
+    num_rows = -(-num_tokens // shape.tokens)
+    num_columns = -(-size // COLUMNS.value)
+    num_tiles = num_rows * num_columns
+    is_joined = shape.groups == 2
+    gated_sm90[(min(num_tiles, PROGRAMS),)](
+        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [ROWS.value, STEP.value], layout),
+        TensorDescriptor(weight, list(weight.shape), [in_features, 1], [COLUMNS.value, STEP.value], layout),
+        TensorDescriptor(output, list(output.shape), [size, 1], [ROWS.value, COLUMNS.value], layout),
+        num_tiles,
+        num_rows,
+        num_columns,
+        size,
+        in_features,
+        GROUPS=shape.groups,
+        BAND=shape.band,
+        STAGES=shape.stages,
+        SKEW=shape.skew,
+        IS_JOINED=is_joined,
+        IS_SILU=activation == "silu",
+        REGISTERS=232 if is_joined else 160,
+        PRODUCER_REGISTERS=40 if is_joined else 24,
+        num_warps=4,
+    )
+
+
+@cache
+def _shared_layout() -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    """``activation(x gate^T) * (x up^T)``: ``[num_tokens, size]``; by the kernel where that is the faster way.
+
+    Args:
+        x: ``[num_tokens, in_features]``.
+        weight: ``[gate | up, in_features]``, ``size`` rows each.
+    """
+    size = weight.shape[0] // 2
+    shape = gated_shape(len(x), weight.shape[1], size)
+    if shape is None or not _can_read(x, weight):
+        return ACTIVATIONS[activation](F.linear(x, weight))
+    output = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
+    launch(shape, x, weight, output, activation)
+    return output
+
+
+def _can_read(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        x.dim() == 2
+        and x.dtype is weight.dtype
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and weight.is_contiguous()
+        and x.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def _shape_only(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0] // 2))
+
+
+direct_register_custom_op("gated_linear", gated_linear, fake_impl=_shape_only)
+
+
+class GatedLinear(LinearKernel):
+    """The product of a gated MLP with its activation; the weight stays as it was loaded.
+
+    Compiled code sees one opaque op, which chooses by the tokens of the step that it is in.
+    """
+
+    makes_copy = False
+
+    def __init__(self, activation: str):
+        self.activation = activation
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+    def pack_gated(self, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
+        return weight if activation == self.activation else None
+
+    def __call__(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``[num_tokens, size]``; ``bias`` is None."""
+        if torch.compiler.is_compiling():
+            return torch.ops.aiter.gated_linear(x, packed, self.activation)
+        return gated_linear(x, packed, self.activation)
+
+
+def _supports(activation: str) -> Supports:
+    def supports(platform: Platform, *, gated_by: str | None = None, **traits: Any) -> bool:
+        return gated_by == activation and supports_layer(platform, **traits)
+
+    return supports
+
+
+for _activation in ACTIVATIONS:
+    register_kernel("linear", f"gated_{_activation}", priority={"cuda": 10}, supports=_supports(_activation))(
+        GatedLinear(_activation)
+    )

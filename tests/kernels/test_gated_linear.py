@@ -1,0 +1,152 @@
+"""The gated product of many tokens: who takes a layer, who takes a step, and what the kernel for sm_90 compiles to."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from atom.kernels import registry
+from atom.kernels.reference import activation
+from atom.kernels.reference.linear import ReferenceLinear
+from atom.kernels.registry import register_kernel, select_kernel, traceable_kernels
+from atom.kernels.triton import gated_linear as gated
+from atom.kernels.triton.compile_ahead import recording
+from atom.model_ops.linear import GateUpParallelLinear, QKVParallelLinear
+from atom.models.base import GatedMLP
+from atom.platforms import PLATFORMS, meta_stands_for
+from tests.helpers.own_process import json_of
+
+LAYER = {"in_features": 2048, "out_features": 16384, "dtype": torch.bfloat16, "gated_by": "silu"}
+MANY = gated.MIN_TOKENS
+
+
+class Hopper(PLATFORMS["cuda"]):
+    """What a layer asks of an H200's platform."""
+
+    def supports(self, feature):
+        return feature != "fp8_e4m3fnuz"
+
+    def architecture(self):
+        return "sm_90"
+
+
+class Ampere(Hopper):
+    def architecture(self):
+        return "sm_80"
+
+
+def kernel_of(platform, **traits):
+    with meta_stands_for(platform("a test")):
+        return select_kernel("linear", device=torch.device("meta"), **LAYER | traits)
+
+
+def test_gated_layers_of_hopper_take_it_and_no_others():
+    assert kernel_of(Hopper).activation == "silu"
+    assert kernel_of(Hopper, gated_by="gelu_tanh", dtype=torch.float16).activation == "gelu_tanh"
+    others = [
+        {"gated_by": None},
+        {"gated_by": "relu"},
+        {"has_bias": True},
+        {"dtype": torch.float32},
+        {"in_features": 2044},
+        {"in_features": 64},
+        {"out_features": 16392},
+    ]
+    for traits in others:
+        assert type(kernel_of(Hopper, **traits)) is ReferenceLinear, traits
+    assert type(kernel_of(Ampere)) is ReferenceLinear
+    assert type(kernel_of(PLATFORMS["rocm"])) is ReferenceLinear
+
+
+def test_only_the_gated_layer_of_a_model_takes_it():
+    with meta_stands_for(Hopper("a test")), torch.device("meta"):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            layer, biased = (
+                GateUpParallelLinear(512, 1024, "gelu_tanh", bias=bias) for bias in (False, True)
+            )
+            qkv = QKVParallelLinear(512, 64, 8, 2)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert isinstance(layer.kernel, gated.GatedLinear) and layer.kernel.activation == "gelu_tanh"
+    assert type(biased.kernel) is type(qkv.kernel) is ReferenceLinear
+    for one in (layer, biased):
+        one.after_load()
+    assert layer.is_activated and layer.packed is not None and layer.weight is not None
+    assert not biased.is_activated
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+def test_few_tokens_take_a_product_and_a_pass(name):
+    x, weight = torch.randn(5, 256).half(), (torch.randn(96, 256) / 16).half()
+    found = gated.gated_linear(x, weight, name)
+    wanted = getattr(activation, f"{name}_and_mul")(F.linear(x, weight))
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+
+
+def launched(x, weight):
+    with recording() as recorder:
+        gated.gated_linear(x, weight, "silu")
+    return [launch.kernel.fn.__name__ for launch in recorder.launches.values()]
+
+
+def test_a_step_of_many_tokens_takes_the_kernel_unless_it_cannot_read_it():
+    x, weight = torch.zeros(MANY, 256).half(), torch.zeros(64, 256).half()
+    assert launched(x, weight) == ["gated_sm90"]
+    for other in (
+        x[: MANY - 1],
+        torch.zeros(256, MANY).half().t(),
+        torch.zeros(MANY, 257).half()[:, :256],
+        torch.zeros(MANY, 264).half()[:, 4:260],  # not at a multiple of 16 bytes
+    ):
+        assert launched(other, weight) == []
+
+
+def test_one_kernel_serves_all_numbers_of_tokens_and_layers():
+    with recording() as recorder:
+        for num_tokens, size in ((MANY, 64), (4 * MANY, 64), (MANY + 3, 8)):
+            gated.gated_linear(torch.zeros(num_tokens, 256).half(), torch.zeros(2 * size, 256).half(), "silu")
+    specialised = {tuple(sorted(launch.launch_options.items())) for launch in recorder.launches.values()}
+    assert len(specialised) == 1
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Layers of the CPU take it too: its other half runs here."""
+    registry.implementations("linear")
+    monkeypatch.setattr(registry, "_kernels", {op: dict(own) for op, own in registry._kernels.items()})
+    register_kernel(
+        "linear",
+        "here",
+        priority={"cpu": 99},
+        supports=lambda platform, gated_by=None, **_: gated_by is not None,
+    )(gated.GatedLinear("silu"))
+
+
+def test_compiled_code_sees_one_op_for_any_number_of_tokens(on_cpu):
+    with traceable_kernels():
+        mlp = GatedMLP(256, 96, "silu")
+    assert isinstance(mlp.gate_up_proj.kernel, gated.GatedLinear)
+    for linear in (mlp.gate_up_proj, mlp.down_proj):
+        torch.nn.init.normal_(linear.weight, std=1 / 16)
+        linear.after_load()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(mlp, backend=backend, fullgraph=True, dynamic=True)
+    for num_tokens in (7, 30):
+        x = torch.randn(num_tokens, 256)
+        torch.testing.assert_close(compiled(x), mlp(x))
+    assert len(graphs) == 1
+    assert [n.target for n in graphs[0].graph.nodes].count(torch.ops.aiter.gated_linear) == 1
+
+
+def test_the_kernel_compiles_for_sm_90(tmp_path):
+    facts = json_of("compile_gated_for_sm90.py", tmp_path)
+    assert facts["products"] == facts["wide_products"] == 16
+    assert facts["waits"] == 6  # of two groups: behind the first step, in the loop, behind it
+    assert facts["copies"] == 4 and facts["stores"] == 2
+    assert facts["spilled"] == 0 and facts["warps"] == 12
+    assert facts["shared"] <= 227 * 1024

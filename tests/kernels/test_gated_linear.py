@@ -48,7 +48,6 @@ def test_gated_layers_of_hopper_take_it_and_no_others():
         {"has_bias": True},
         {"dtype": torch.float32},
         {"in_features": 2044},
-        {"in_features": 64},
         {"out_features": 16392},
     ]
     for traits in others:
@@ -83,22 +82,23 @@ def test_few_tokens_take_a_product_and_a_pass(name):
     torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
 
 
-def launched(x, weight):
-    with recording() as recorder:
-        gated.gated_linear(x, weight, "silu")
-    return [launch.kernel.fn.__name__ for launch in recorder.launches.values()]
+def test_a_step_of_many_tokens_takes_the_kernel_unless_it_cannot_read_it(monkeypatch):
+    def takes_kernel(x):
+        passes.clear()
+        with recording() as recorder:
+            gated.gated_linear(x, weight, "silu")
+        names = [launch.kernel.fn.__name__ for launch in recorder.launches.values()]
+        assert names == ([] if passes else ["gated_sm90"])
+        return not passes
 
-
-def test_a_step_of_many_tokens_takes_the_kernel_unless_it_cannot_read_it():
-    x, weight = torch.zeros(MANY, 256).half(), torch.zeros(64, 256).half()
-    assert launched(x, weight) == ["gated_sm90"]
-    for other in (
-        x[: MANY - 1],
-        torch.zeros(256, MANY).half().t(),
-        torch.zeros(MANY, 257).half()[:, :256],
-        torch.zeros(MANY, 264).half()[:, 4:260],  # not at a multiple of 16 bytes
-    ):
-        assert launched(other, weight) == []
+    weight, passes = torch.zeros(64, 256).half(), []
+    monkeypatch.setitem(gated.ACTIVATIONS, "silu", passes.append)
+    assert takes_kernel(torch.zeros(MANY, 256).half())
+    assert takes_kernel(torch.zeros(MANY, 264).half()[:, 8:])
+    assert not takes_kernel(torch.zeros(MANY - 1, 256).half())
+    assert not takes_kernel(torch.zeros(256, MANY).half().t())
+    assert not takes_kernel(torch.zeros(MANY, 257).half()[:, :256])
+    assert not takes_kernel(torch.zeros(MANY, 264).half()[:, 4:260])  # not at a multiple of 16 bytes
 
 
 def test_one_kernel_serves_all_numbers_of_tokens_and_layers():
@@ -147,6 +147,6 @@ def test_the_kernel_compiles_for_sm_90(tmp_path):
     facts = json_of("compile_gated_for_sm90.py", tmp_path)
     assert facts["products"] == facts["wide_products"] == 16
     assert facts["waits"] == 6  # of two groups: behind the first step, in the loop, behind it
-    assert facts["copies"] == 4 and facts["stores"] == 2
+    assert facts["copies"] == 3 and facts["stores"] == 2
     assert facts["spilled"] == 0 and facts["warps"] == 12
     assert facts["shared"] <= 227 * 1024

@@ -24,31 +24,20 @@ PROGRAMS = 132  # that run at a time: one on each multiprocessor of an H200
 
 
 class GatedShape(NamedTuple):
-    """How the kernel is built.
+    """How the kernel is built: steps of K in shared memory, token tiles that share columns."""
 
-    ``groups`` of four warps multiply 64 tokens each; ``stages`` steps of K are in shared memory; ``band`` token tiles
-    share columns; a group begins ``skew`` steps behind the one before it.
-    """
-
-    groups: int
     stages: int
     band: int
-    skew: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a tile."""
-        return 64 * self.groups
 
 
-SHAPE = GatedShape(2, 4, 16, 1)
-MIN_FEATURES = 256  # a program's first tile has more steps than groups are apart
+SHAPE = GatedShape(4, 16)
 MIN_TOKENS = 512  # of a step: with fewer the tiles do not fill the device
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # a thread; 2 x 232 + 40 of the 504 that three groups share
 
 
-def gated_shape(num_tokens: int, in_features: int, size: int) -> GatedShape | None:
-    """How to build the kernel for this many tokens; None: cuBLAS and a pass for the activation are faster."""
-    return SHAPE if num_tokens >= MIN_TOKENS else None
+def takes(num_tokens: int, in_features: int, size: int) -> bool:
+    """Whether the kernel is the faster way for this many tokens: otherwise it is cuBLAS and a pass."""
+    return num_tokens >= MIN_TOKENS
 
 
 def supports_layer(
@@ -64,7 +53,7 @@ def supports_layer(
     return (
         not has_bias
         and dtype in _DTYPES
-        and in_features >= MIN_FEATURES
+        and in_features > 0
         and in_features % 8 == 0
         and out_features % 16 == 0
         and platform.architecture() == "sm_90"
@@ -83,31 +72,27 @@ def launch(
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from atom.kernels.triton.gated_gluon import COLUMNS, ROWS, STEP, gated_sm90
+    from atom.kernels.triton.gated_gluon import COLUMNS, HALF, STEP, TOKENS, gated_sm90
 
     layout = _shared_layout()
     (num_tokens, in_features), size = x.shape, output.shape[1]
-    num_rows = -(-num_tokens // shape.tokens)
+    num_rows = -(-num_tokens // TOKENS.value)
     num_columns = -(-size // COLUMNS.value)
     num_tiles = num_rows * num_columns
-    is_joined = shape.groups == 2
     gated_sm90[(min(num_tiles, PROGRAMS),)](
-        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [ROWS.value, STEP.value], layout),
+        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [TOKENS.value, STEP.value], layout),
         TensorDescriptor(weight, list(weight.shape), [in_features, 1], [COLUMNS.value, STEP.value], layout),
-        TensorDescriptor(output, list(output.shape), [size, 1], [ROWS.value, COLUMNS.value], layout),
+        TensorDescriptor(output, list(output.shape), [size, 1], [HALF.value, COLUMNS.value], layout),
         num_tiles,
         num_rows,
         num_columns,
         size,
         in_features,
-        GROUPS=shape.groups,
         BAND=shape.band,
         STAGES=shape.stages,
-        SKEW=shape.skew,
-        IS_JOINED=is_joined,
         IS_SILU=activation == "silu",
-        REGISTERS=232 if is_joined else 160,
-        PRODUCER_REGISTERS=40 if is_joined else 24,
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,
     )
 
@@ -127,11 +112,10 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torc
         weight: ``[gate | up, in_features]``, ``size`` rows each.
     """
     size = weight.shape[0] // 2
-    shape = gated_shape(len(x), weight.shape[1], size)
-    if shape is None or not _can_read(x, weight):
+    if not takes(len(x), weight.shape[1], size) or not _can_read(x, weight):
         return ACTIVATIONS[activation](F.linear(x, weight))
     output = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
-    launch(shape, x, weight, output, activation)
+    launch(SHAPE, x, weight, output, activation)
     return output
 
 

@@ -24,8 +24,7 @@ from atom.kernels.triton.attention_parts import LOG2_E
 # Triton 3.6 has the latter names.
 _bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-HALF = gl.constexpr(64)  # tokens of a group of four warps: a product's rows
-TOKENS = gl.constexpr(128)  # of a tile
+ROWS = gl.constexpr(64)  # tokens of a group of four warps: a product's rows
 COLUMNS = gl.constexpr(128)  # of a tile; twice as many are multiplied
 STEP = gl.constexpr(64)  # of K: the 128 bytes that a swizzled row has
 TANH_SCALE = gl.constexpr(2 * 0.7978845608028654)  # 2 sqrt(2 / pi)
@@ -60,7 +59,7 @@ def _reciprocal(value):
 def _produce(
     x,
     weight,
-    x_ring,
+    x_rings,
     w_ring,
     full,
     empty,
@@ -69,6 +68,7 @@ def _produce(
     num_columns,
     size,
     K,
+    GROUPS: gl.constexpr,
     BAND: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -77,17 +77,41 @@ def _produce(
     phase = 1
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row, column = _place(number, num_rows, num_columns, BAND)
-        token = row * TOKENS
+        token = row * (GROUPS * ROWS)
         gate = column * COLUMNS
         for k in range(0, K, STEP):
             bar = full.index(stage)
             w_tile = w_ring.index(stage)
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(bar, (TOKENS + 2 * COLUMNS) * STEP * 2)
+            mbarrier.expect(bar, (GROUPS * ROWS + 2 * COLUMNS) * STEP * 2)
             _bring(weight, [gate, k], bar, w_tile.slice(0, COLUMNS))
-            _bring(x, [token, k], bar, x_ring.index(stage))
+            for i in gl.static_range(GROUPS):
+                _bring(x, [token + i * ROWS, k], bar, x_rings[i].index(stage))
             _bring(weight, [size + gate, k], bar, w_tile.slice(COLUMNS, COLUMNS))
             stage, phase = _next(stage, phase, STAGES)
+
+
+@gluon.jit
+def _multiply(x_tile, w_tile, gate, up, IS_FIRST: gl.constexpr, IS_JOINED: gl.constexpr):
+    """Start the product of a step: into one accumulator of gate and up if ``IS_JOINED``, else into two."""
+    if IS_JOINED:
+        gate = warpgroup_mma(x_tile, w_tile.permute((1, 0)), gate, use_acc=not IS_FIRST, is_async=True)
+    else:
+        first = w_tile.slice(0, COLUMNS).permute((1, 0))
+        second = w_tile.slice(COLUMNS, COLUMNS).permute((1, 0))
+        gate = warpgroup_mma(x_tile, first, gate, use_acc=not IS_FIRST, is_async=True)
+        up = warpgroup_mma(x_tile, second, up, use_acc=not IS_FIRST, is_async=True)
+    return gate, up
+
+
+@gluon.jit
+def _wait(gate, up, NUM_STEPS: gl.constexpr, IS_JOINED: gl.constexpr):
+    """Wait until the products of no more than ``NUM_STEPS`` steps run."""
+    if IS_JOINED:
+        gate = warpgroup_mma_wait(NUM_STEPS, deps=[gate])
+    else:
+        gate, up = warpgroup_mma_wait(2 * NUM_STEPS, deps=[gate, up])
+    return gate, up
 
 
 @gluon.jit
@@ -103,37 +127,37 @@ def _consume(
     num_columns,
     K,
     PART: gl.constexpr,
+    GROUPS: gl.constexpr,
     BAND: gl.constexpr,
     STAGES: gl.constexpr,
     IS_SILU: gl.constexpr,
 ):
-    """Four warps with the tokens of half ``PART`` of every tile."""
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
-    FIRST: gl.constexpr = PART * HALF
+    """Four warps with the tokens of part ``PART`` of every tile."""
+    IS_JOINED: gl.constexpr = GROUPS == 2
+    WIDTH: gl.constexpr = 2 * COLUMNS if IS_JOINED else COLUMNS
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     stage = 0
     phase = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row, column = _place(number, num_rows, num_columns, BAND)
-        blank = gl.zeros([HALF, 2 * COLUMNS], gl.float32, PRODUCT)
+        gate = gl.zeros([ROWS, WIDTH], gl.float32, PRODUCT)
+        up = gate
         mbarrier.wait(full.index(stage), phase)
-        x_tile = x_ring.index(stage).slice(FIRST, HALF)
-        w_tile = w_ring.index(stage).permute((1, 0))
-        acc = warpgroup_mma(x_tile, w_tile, blank, use_acc=False, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
+        gate, up = _multiply(x_ring.index(stage), w_ring.index(stage), gate, up, True, IS_JOINED)
+        gate, up = _wait(gate, up, 1, IS_JOINED)
         before = stage
         stage, phase = _next(stage, phase, STAGES)
         for _ in range(STEP, K, STEP):
             mbarrier.wait(full.index(stage), phase)
-            x_tile = x_ring.index(stage).slice(FIRST, HALF)
-            w_tile = w_ring.index(stage).permute((1, 0))
-            acc = warpgroup_mma(x_tile, w_tile, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])  # this step's product runs on, the one before is done
+            gate, up = _multiply(x_ring.index(stage), w_ring.index(stage), gate, up, False, IS_JOINED)
+            gate, up = _wait(gate, up, 1, IS_JOINED)  # this step's product runs on, the one before is done
             mbarrier.arrive(empty.index(before), count=1)
             before = stage
             stage, phase = _next(stage, phase, STAGES)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        gate, up = _wait(gate, up, 0, IS_JOINED)
         mbarrier.arrive(empty.index(before), count=1)
-        gate, up = acc.reshape([HALF, 2, COLUMNS]).permute(0, 2, 1).split()
+        if IS_JOINED:
+            gate, up = gate.reshape([ROWS, 2, COLUMNS]).permute(0, 2, 1).split()
         if IS_SILU:
             power = gate * -LOG2_E
         else:  # gelu by tanh: 0.5 (1 + tanh(z)) = 1 / (1 + exp(-2 z))
@@ -142,20 +166,21 @@ def _consume(
         tma.store_wait(0)  # what was written from here has been read
         result.store(gated.to(result.dtype))
         fence_async_shared()
-        _write(output, [row * TOKENS + FIRST, column * COLUMNS], result)
+        _write(output, [(row * GROUPS + PART) * ROWS, column * COLUMNS], result)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "num_rows", "num_columns", "size", "K"])
 def gated_sm90(
-    x,  # descriptors: [num_tokens, K] by TOKENS and STEP
+    x,  # descriptors: [num_tokens, K] by ROWS and STEP
     weight,  # [gate | up, K] by COLUMNS and STEP
-    output,  # [num_tokens, size] by HALF and COLUMNS
+    output,  # [num_tokens, size] by ROWS and COLUMNS
     num_tiles,
     num_rows,  # of tiles
     num_columns,
     size,
     K,
+    GROUPS: gl.constexpr,  # of four warps that multiply: 2 or 3
     BAND: gl.constexpr,  # token tiles
     STAGES: gl.constexpr,
     IS_SILU: gl.constexpr,
@@ -164,39 +189,78 @@ def gated_sm90(
 ):
     dtype: gl.constexpr = x.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    x_ring = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, STEP], x.layout)
     w_ring = gl.allocate_shared_memory(dtype, [STAGES, 2 * COLUMNS, STEP], weight.layout)
-    first = gl.allocate_shared_memory(dtype, [HALF, COLUMNS], output.layout)
-    second = gl.allocate_shared_memory(dtype, [HALF, COLUMNS], output.layout)
+    x_rings = ()
+    results = ()
+    for _ in gl.static_range(GROUPS):
+        x_rings = x_rings + (gl.allocate_shared_memory(dtype, [STAGES, ROWS, STEP], x.layout),)
+        results = results + (gl.allocate_shared_memory(dtype, [ROWS, COLUMNS], output.layout),)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (
-                _consume,
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
                 (
-                    output, x_ring, w_ring, first, full, empty, num_tiles, num_rows, num_columns, K, 0, BAND, STAGES,
-                    IS_SILU,
+                    _consume,
+                    (
+                        output, x_rings[0], w_ring, results[0], full, empty, num_tiles, num_rows, num_columns, K,
+                        0, GROUPS, BAND, STAGES, IS_SILU,
+                    ),
                 ),
-            ),
-            (
-                _consume,
                 (
-                    output, x_ring, w_ring, second, full, empty, num_tiles, num_rows, num_columns, K, 1, BAND, STAGES,
-                    IS_SILU,
+                    _consume,
+                    (
+                        output, x_rings[1], w_ring, results[1], full, empty, num_tiles, num_rows, num_columns, K,
+                        1, GROUPS, BAND, STAGES, IS_SILU,
+                    ),
                 ),
-            ),
-            (
-                _produce,
                 (
-                    x, weight, x_ring, w_ring, full, empty, num_tiles, num_rows, num_columns, size, K, BAND, STAGES,
+                    _produce,
+                    (
+                        x, weight, x_rings, w_ring, full, empty, num_tiles, num_rows, num_columns, size, K,
+                        GROUPS, BAND, STAGES,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        output, x_rings[0], w_ring, results[0], full, empty, num_tiles, num_rows, num_columns, K,
+                        0, GROUPS, BAND, STAGES, IS_SILU,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        output, x_rings[1], w_ring, results[1], full, empty, num_tiles, num_rows, num_columns, K,
+                        1, GROUPS, BAND, STAGES, IS_SILU,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        output, x_rings[2], w_ring, results[2], full, empty, num_tiles, num_rows, num_columns, K,
+                        2, GROUPS, BAND, STAGES, IS_SILU,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        x, weight, x_rings, w_ring, full, empty, num_tiles, num_rows, num_columns, size, K,
+                        GROUPS, BAND, STAGES,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

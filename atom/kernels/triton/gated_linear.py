@@ -24,15 +24,17 @@ PROGRAMS = 132  # that run at a time: one on each multiprocessor of an H200
 
 
 class GatedShape(NamedTuple):
-    """How the kernel is built: steps of K in shared memory, token tiles that share columns."""
+    """How the kernel is built: groups of 64 tokens, steps of K in shared memory, token tiles that share columns."""
 
+    groups: int
     stages: int
     band: int
 
 
-SHAPE = GatedShape(4, 16)
+SHAPE = GatedShape(2, 4, 16)
+TALL = GatedShape(3, 3, 11)
 MIN_TOKENS = 512  # of a step: with fewer the tiles do not fill the device
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # a thread; 2 x 232 + 40 of the 504 that three groups share
+REGISTERS = {2: (232, 40), 3: (160, 24)}  # by groups: of a thread that multiplies, of one that brings
 
 
 def takes(num_tokens: int, in_features: int, size: int) -> bool:
@@ -72,27 +74,28 @@ def launch(
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from atom.kernels.triton.gated_gluon import COLUMNS, HALF, STEP, TOKENS, gated_sm90
+    from atom.kernels.triton.gated_gluon import COLUMNS, ROWS, STEP, gated_sm90
 
     layout = _shared_layout()
     (num_tokens, in_features), size = x.shape, output.shape[1]
-    num_rows = -(-num_tokens // TOKENS.value)
+    num_rows = -(-num_tokens // (shape.groups * ROWS.value))
     num_columns = -(-size // COLUMNS.value)
     num_tiles = num_rows * num_columns
     gated_sm90[(min(num_tiles, PROGRAMS),)](
-        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [TOKENS.value, STEP.value], layout),
+        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [ROWS.value, STEP.value], layout),
         TensorDescriptor(weight, list(weight.shape), [in_features, 1], [COLUMNS.value, STEP.value], layout),
-        TensorDescriptor(output, list(output.shape), [size, 1], [HALF.value, COLUMNS.value], layout),
+        TensorDescriptor(output, list(output.shape), [size, 1], [ROWS.value, COLUMNS.value], layout),
         num_tiles,
         num_rows,
         num_columns,
         size,
         in_features,
+        GROUPS=shape.groups,
         BAND=shape.band,
         STAGES=shape.stages,
         IS_SILU=activation == "silu",
-        CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        CONSUMER_REGISTERS=REGISTERS[shape.groups][0],
+        PRODUCER_REGISTERS=REGISTERS[shape.groups][1],
         num_warps=4,
     )
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from atom.kernels import registry
 from atom.kernels.reference import activation
 from atom.kernels.reference.linear import ReferenceLinear
-from atom.kernels.registry import register_kernel, select_kernel, traceable_kernels
+from atom.kernels.registry import select_kernel, traceable_kernels
 from atom.kernels.triton import gated_linear as gated
 from atom.kernels.triton.compile_ahead import recording
 from atom.model_ops.linear import GateUpParallelLinear, QKVParallelLinear
 from atom.models.base import GatedMLP
 from atom.platforms import PLATFORMS, meta_stands_for
+from tests.helpers.gated_layers import give_cpu_gated_layers
 from tests.helpers.own_process import json_of
 
 LAYER = {"in_features": 2048, "out_features": 16384, "dtype": torch.bfloat16, "gated_by": "silu"}
@@ -109,20 +109,8 @@ def test_one_kernel_serves_all_numbers_of_tokens_and_layers():
     assert len(specialised) == 1
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """Layers of the CPU take it too: its other half runs here."""
-    registry.implementations("linear")
-    monkeypatch.setattr(registry, "_kernels", {op: dict(own) for op, own in registry._kernels.items()})
-    register_kernel(
-        "linear",
-        "here",
-        priority={"cpu": 99},
-        supports=lambda platform, gated_by=None, **_: gated_by is not None,
-    )(gated.GatedLinear("silu"))
-
-
-def test_compiled_code_sees_one_op_for_any_number_of_tokens(on_cpu):
+def test_compiled_code_sees_one_op_for_any_number_of_tokens(monkeypatch):
+    seen = give_cpu_gated_layers(monkeypatch)
     with traceable_kernels():
         mlp = GatedMLP(256, 96, "silu")
     assert isinstance(mlp.gate_up_proj.kernel, gated.GatedLinear)
@@ -139,7 +127,7 @@ def test_compiled_code_sees_one_op_for_any_number_of_tokens(on_cpu):
     for num_tokens in (7, 30):
         x = torch.randn(num_tokens, 256)
         torch.testing.assert_close(compiled(x), mlp(x))
-    assert len(graphs) == 1
+    assert len(graphs) == 1 and seen == [7, 7, 30, 30]
     assert [n.target for n in graphs[0].graph.nodes].count(torch.ops.aiter.gated_linear) == 1
 
 

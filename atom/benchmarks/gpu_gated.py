@@ -106,7 +106,7 @@ def time_layer(bench: Bench, title: str, num_tokens: int, weight: torch.Tensor) 
             hot[name] = hot_us(run, microseconds)
     print(f"{title}, hot: " + ", ".join(f"{name} {value:.0f}" for name, value in hot.items()), flush=True)
     floor_us = 4 * num_tokens * hidden * size / H200.matmul_tflop_s / 1e6
-    ours = "x".join(map(str, SHAPE)) if takes(num_tokens, hidden, size) else TWO
+    ours = "x".join(map(str, SHAPE)) if takes(num_tokens, size) else TWO
     for times, suffix in ((alone, ""), (hot, " hot")):
         times.pop(PRODUCT, None)
         bench.add(title + suffix, times.get(ours), times, floor_us)

@@ -16,7 +16,7 @@ def give_cpu_gated_layers(monkeypatch):
     monkeypatch.setitem(gated_linear.ACTIVATIONS, "silu", activation.silu_and_mul)
     seen = []
 
-    def takes(num_tokens, in_features, size):
+    def takes(num_tokens, size):
         seen.append(num_tokens)
         return False
 

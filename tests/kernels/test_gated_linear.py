@@ -16,7 +16,6 @@ from tests.helpers.gated_layers import give_cpu_gated_layers
 from tests.helpers.own_process import json_of
 
 LAYER = {"in_features": 2048, "out_features": 16384, "dtype": torch.bfloat16, "gated_by": "silu"}
-MANY = gated.MIN_TOKENS
 
 
 class Hopper(PLATFORMS["cuda"]):
@@ -82,6 +81,26 @@ def test_few_tokens_take_a_product_and_a_pass(name):
     torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
 
 
+def test_steps_whose_tiles_fill_the_device_take_the_kernel():
+    """As they were measured on an H200."""
+    sizes = {
+        3072: ([512, 640, 1024, 1280, 1536, 2048, 16384], [1, 128, 256, 384, 768]),
+        8192: ([256, 384, 2048], [64]),
+    }
+    sizes[14336] = ([256, 512, 1024, 8192], [1, 128])
+    for size, (taken, left) in sizes.items():
+        assert all(gated.takes(num_tokens, size) for num_tokens in taken), size
+        assert not any(gated.takes(num_tokens, size) for num_tokens in left), size
+    shares = {
+        (128, 128 * 132): 1.0,
+        (64, 128 * 132): 0.5,
+        (128, 128 * 133): 133 / 264,
+        (129, 128 * 132): 129 / 256,
+    }
+    for (num_tokens, size), share in shares.items():
+        assert gated.fill(gated.SHAPE, num_tokens, size) == share
+
+
 def test_a_step_of_many_tokens_takes_the_kernel_unless_it_cannot_read_it(monkeypatch):
     def takes_kernel(x):
         passes.clear()
@@ -91,22 +110,23 @@ def test_a_step_of_many_tokens_takes_the_kernel_unless_it_cannot_read_it(monkeyp
         assert names == ([] if passes else ["gated_sm90"])
         return not passes
 
-    weight, passes = torch.zeros(64, 256).half(), []
+    weight, passes = torch.zeros(2 * 8192, 32).half(), []
     monkeypatch.setitem(gated.ACTIVATIONS, "silu", passes.append)
-    assert takes_kernel(torch.zeros(MANY, 256).half())
-    assert takes_kernel(torch.zeros(MANY, 264).half()[:, 8:])
-    assert not takes_kernel(torch.zeros(MANY - 1, 256).half())
-    assert not takes_kernel(torch.zeros(256, MANY).half().t())
-    assert not takes_kernel(torch.zeros(MANY, 257).half()[:, :256])
-    assert not takes_kernel(torch.zeros(MANY, 264).half()[:, 4:260])  # not at a multiple of 16 bytes
+    assert takes_kernel(torch.zeros(256, 32).half())
+    assert takes_kernel(torch.zeros(256, 40).half()[:, 8:])
+    assert not takes_kernel(torch.zeros(128, 32).half())
+    assert not takes_kernel(torch.zeros(32, 256).half().t())
+    assert not takes_kernel(torch.zeros(256, 33).half()[:, :32])
+    assert not takes_kernel(torch.zeros(256, 40).half()[:, 4:36])  # not at a multiple of 16 bytes
 
 
 def test_one_kernel_serves_all_numbers_of_tokens_and_layers():
     with recording() as recorder:
-        for num_tokens, size in ((MANY, 64), (4 * MANY, 64), (MANY + 3, 8)):
-            gated.gated_linear(torch.zeros(num_tokens, 256).half(), torch.zeros(2 * size, 256).half(), "silu")
+        for num_tokens, size in ((256, 8192), (1024, 8192), (255, 8200), (259, 8192 - 120)):
+            x, weight = torch.zeros(num_tokens, 32).half(), torch.zeros(2 * size, 32).half()
+            gated.launch(gated.SHAPE, x, weight, x.new_empty(num_tokens, size), "silu")
     first, *others = recorder.launches.values()
-    assert len(others) == 2 and all(launch.options == first.options for launch in others)
+    assert len(others) == 3 and all(launch.options == first.options for launch in others)
     numbers = [
         p for p in first.kernel.params if isinstance(first.arguments[p.name], int) and not p.is_constexpr
     ]

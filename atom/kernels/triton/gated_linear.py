@@ -33,13 +33,26 @@ class GatedShape(NamedTuple):
 
 SHAPE = GatedShape(2, 4, 16)
 TALL = GatedShape(3, 3, 11)
-MIN_TOKENS = 512  # of a step: with fewer the tiles do not fill the device
+
+
 REGISTERS = {2: (232, 40), 3: (160, 24)}  # by groups: of a thread that multiplies, of one that brings
+# Measured on an H200 from 256 to 16,384 tokens of three models: from 0.73 on the kernel takes 0 to 18 % less time (once
+# 2 % more), at 0.55 and below up to 30 % more.
+MIN_FILL = 0.7
+MIN_TOKENS = 256  # below, not measured
 
 
-def takes(num_tokens: int, in_features: int, size: int) -> bool:
+def fill(shape: GatedShape, num_tokens: int, size: int) -> float:
+    """What share of the multiplications that programs have time for, whole rounds of tiles, is of the product."""
+    tokens, columns = 64 * shape.groups, 128
+    num_tiles = -(-num_tokens // tokens) * -(-size // columns)
+    num_rounds = -(-num_tiles // PROGRAMS)
+    return num_tokens * size / (num_rounds * PROGRAMS * tokens * columns)
+
+
+def takes(num_tokens: int, size: int) -> bool:
     """Whether the kernel is the faster way for this many tokens: otherwise it is cuBLAS and a pass."""
-    return num_tokens >= MIN_TOKENS
+    return num_tokens >= MIN_TOKENS and fill(SHAPE, num_tokens, size) >= MIN_FILL
 
 
 def supports_layer(
@@ -115,7 +128,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torc
         weight: ``[gate | up, in_features]``, ``size`` rows each.
     """
     size = weight.shape[0] // 2
-    if not takes(len(x), weight.shape[1], size) or not _can_read(x, weight):
+    if not takes(len(x), size) or not _can_read(x, weight):
         return ACTIVATIONS[activation](F.linear(x, weight))
     output = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
     launch(SHAPE, x, weight, output, activation)

@@ -16,9 +16,5 @@ def give_cpu_gated_layers(monkeypatch):
     monkeypatch.setitem(gated_linear.ACTIVATIONS, "silu", activation.silu_and_mul)
     seen = []
 
-    def takes(num_tokens, size):
-        seen.append(num_tokens)
-        return False
-
-    monkeypatch.setattr(gated_linear, "takes", takes)
+    monkeypatch.setattr(gated_linear, "gated_shape", lambda num_tokens, size: seen.append(num_tokens))
     return seen

@@ -83,22 +83,19 @@ def test_few_tokens_take_a_product_and_a_pass(name):
 
 def test_steps_whose_tiles_fill_the_device_take_the_kernel():
     """As they were measured on an H200."""
-    sizes = {
-        3072: ([512, 640, 1024, 1280, 1536, 2048, 16384], [1, 128, 256, 384, 768]),
-        8192: ([256, 384, 2048], [64]),
-    }
-    sizes[14336] = ([256, 512, 1024, 8192], [1, 128])
-    for size, (taken, left) in sizes.items():
-        assert all(gated.takes(num_tokens, size) for num_tokens in taken), size
-        assert not any(gated.takes(num_tokens, size) for num_tokens in left), size
-    shares = {
-        (128, 128 * 132): 1.0,
-        (64, 128 * 132): 0.5,
-        (128, 128 * 133): 133 / 264,
-        (129, 128 * 132): 129 / 256,
-    }
-    for (num_tokens, size), share in shares.items():
-        assert gated.fill(gated.SHAPE, num_tokens, size) == share
+    taken = {3072: [512, 640, 1024, 2048], 8192: [256, 384, 2048, 4096], 14336: [256, 512, 1024, 4096]}
+    tall = {3072: [8192, 16384], 8192: [8192, 16384], 14336: [8192, 16384]}
+    left = {3072: [1, 128, 256, 384, 768], 8192: [1, 128], 14336: [1, 128]}
+    for tokens, shape in ((taken, gated.SHAPE), (tall, gated.TALL), (left, None)):
+        for size, numbers in tokens.items():
+            assert {gated.gated_shape(num_tokens, size) for num_tokens in numbers} == {shape}, (size, shape)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "columns", "share"), [(128, 132, 1.0), (64, 132, 0.5), (128, 133, 133 / 264), (129, 132, 129 / 256)]
+)  # fmt: skip
+def test_a_fill_counts_whole_rounds_of_whole_tiles(num_tokens, columns, share):
+    assert gated.SHAPE.fill(num_tokens, 128 * columns) == share
 
 
 def test_a_step_of_many_tokens_takes_the_kernel_unless_it_cannot_read_it(monkeypatch):
@@ -156,9 +153,17 @@ def test_compiled_code_sees_one_op_for_any_number_of_tokens(monkeypatch):
 
 
 def test_the_kernel_compiles_for_sm_90(tmp_path):
-    facts = json_of("compile_gated_for_sm90.py", tmp_path)
-    assert facts["products"] == facts["wide_products"] == 16
-    assert facts["waits"] == 6  # of two groups: behind the first step, in the loop, behind it
-    assert facts["copies"] == 4 and facts["stores"] == 2
-    assert facts["spilled"] == 0 and facts["warps"] == 12
-    assert facts["shared"] <= 227 * 1024
+    for groups, facts in json_of("compile_gated_for_sm90.py", tmp_path).items():
+        num = int(groups)
+        # A group has the first step's products and those of the loop: four of 256 columns, or eight of 128.
+        assert facts["products"] == {f"HGMMA.64x{128 * (4 - num)}x16.F32.BF16": num * 2 * 4 * (num - 1)}
+        assert facts["waits"] == 3 * num  # behind the first step, in the loop, behind it
+        assert facts["copies"] == 2 + num and facts["stores"] == num
+        assert facts["spilled"] == 0 and facts["warps"] == 4 * num + 4
+        assert facts["shared"] <= 227 * 1024
+
+
+def test_what_no_rehearsed_step_takes_is_compiled_ahead():
+    with recording() as recorder:
+        gated.GatedLinear("silu").rehearse(torch.zeros(64, 32).half())
+    assert [launch.options["GROUPS"] for launch in recorder.launches.values()] == [2, 3]

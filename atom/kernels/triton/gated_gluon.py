@@ -1,9 +1,9 @@
 """The product of a gated MLP with its activation for sm_90 in Gluon: ``activation(x gate^T) * (x up^T)``.
 
-A tile has 64 tokens for each group of four warps that multiplies, and 128 columns: those of the gate and those of the up
-projection end in the same threads, so that what is written is half of what was multiplied and is not read again. One
-warp brings rows of x and of both weights, in steps of 64 of K, through a ring that outlasts a tile: while a tile is
-activated and written the next one's first steps arrive.
+A tile has 64 tokens for each group of four warps that multiplies, and 128 columns: those of the gate and those of the
+up projection end in the same threads, so that what is written is half of what was multiplied and is not read again.
+One warp brings rows of x and of both weights, in steps of 64 of K, through a ring that outlasts a tile: while a tile
+is activated and written the next one's first steps arrive.
 
 Two groups have one accumulator for gate and up, whose products are as wide as they get. Three groups read less of the
 weights for a token, which counts where power limits the clocks; with 512 threads the assembler refuses an accumulator

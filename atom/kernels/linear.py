@@ -34,6 +34,10 @@ class LinearKernel(ABC):
         """What :meth:`pack` makes of a weight of ``dtype``."""
         return out_features * in_features * dtype.itemsize
 
+    def rehearse(self, packed: Any) -> None:
+        """Launch each kernel that some number of tokens takes and a few do not; called while launches are recorded."""
+        return None
+
     @abstractmethod
     def __call__(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [num_tokens, in]`` times the packed weight, plus ``bias [out]``: ``[num_tokens, out]``."""

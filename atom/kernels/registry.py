@@ -28,7 +28,11 @@ REFERENCE_PRIORITY: Mapping[str, int] = dict.fromkeys(PLATFORMS, 0)
 # Importing one of these registers its implementations.
 _IMPLEMENTATION_MODULES = ("atom.kernels.reference", "atom.kernels.cpu")
 # Only where Triton runs: importing it takes its time.
-_TRITON_MODULES = ("atom.kernels.triton.elementwise", "atom.kernels.triton.sampling")
+_TRITON_MODULES = (
+    "atom.kernels.triton.elementwise",
+    "atom.kernels.triton.gated_linear",
+    "atom.kernels.triton.sampling",
+)
 
 
 @dataclass(frozen=True)

@@ -47,15 +47,19 @@ class LinearBase(nn.Module):
         self.weight = new_parameter(out_features, in_features, loader=self.load_weight, shards=shards)
         self.bias = new_parameter(out_features, loader=self.load_bias, shards=shards) if bias else None
         spec = current_spec()
-        self.kernel = select_kernel(
-            spec.outlier_op if has_outliers else spec.op,
-            dtype=self.weight.dtype,
-            in_features=in_features,
-            out_features=out_features,
-        )
+        self.kernel = select_kernel(spec.outlier_op if has_outliers else spec.op, **self._traits())
         self.packed: Any = None
         if self.kernel.takes_gguf_blocks:
             self.weight.block_weight = self._new_block_weight()
+
+    def _traits(self) -> dict[str, Any]:
+        """Facts by which the kernel is chosen."""
+        return {
+            "dtype": self.weight.dtype,
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "has_bias": self.bias is not None,
+        }
 
     def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
         load_whole(param, tensor, shard_id)
@@ -146,6 +150,9 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         self.activation = activation
         super().__init__(in_features, (intermediate_size, intermediate_size), bias=bias)
         self.is_activated = False
+
+    def _traits(self) -> dict[str, Any]:
+        return super()._traits() | {"gated_by": self.activation}
 
     def _new_block_weight(self) -> BlockWeight:
         return BlockWeight(dict(enumerate(self.sizes)), self.in_features, self.activation)

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from atom.benchmarks.gpu_kernels import VARLEN_SHAPES
 from atom.kernels.reference import activation, norm, rotary
@@ -11,6 +12,7 @@ from atom.kernels.reference.attention import attend
 from atom.kernels.reference.kv_cache import stored
 from atom.kernels.triton import elementwise
 from atom.kernels.triton.decode_attention import decode_attention
+from atom.kernels.triton.gated_linear import SHAPE, TALL, launch
 from atom.kernels.triton.kv_cache import write_kv
 from atom.kernels.triton.prefill_table import TORCH
 from atom.kernels.triton.rotary_cache import rotate_and_write
@@ -31,6 +33,7 @@ HEADS = {
     "gemma": (4, 1, 256),
     "mqa": (71, 1, 64),
 }
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 PAGE = 16
 MAX_ERROR = 1e-2  # ||found - wanted|| / ||wanted||
 STEPS = {
@@ -242,3 +245,48 @@ def test_norms_and_gates(size):
     for name in ("silu_and_mul", "gelu_tanh_and_mul"):
         found, wanted = (getattr(module, name)(gate_up) for module in (elementwise, activation))
         assert error_of(found, wanted) < MAX_ERROR
+
+
+def gated_case(num_tokens, hidden, size, dtype=torch.bfloat16):
+    return randn(num_tokens, hidden, dtype=dtype), (2 * randn(2 * size, hidden) / hidden**0.5).to(dtype)
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="the kernel is written for sm_90")
+@pytest.mark.parametrize("shape", [SHAPE, TALL])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden", "size"),
+    [(1, 1024, 3072), (129, 256, 8), (700, 2056, 1000), (2048, 1024, 3072), (4097, 2048, 8192)],
+)
+def test_gated_products(shape, name, num_tokens, hidden, size):
+    dtypes = (torch.bfloat16, torch.float16) if name == "silu" else (torch.bfloat16,)
+    for dtype in dtypes:
+        x, weight = gated_case(num_tokens, hidden, size, dtype)
+        whole = torch.full((num_tokens + 256, size), float("nan"), device="cuda", dtype=dtype)
+        found = whole[128 : 128 + num_tokens]
+        launch(shape, x, weight, found, name)
+        twin = getattr(activation, f"{name}_and_mul")
+        assert error_of(found, twin(F.linear(x.float(), weight.float()))) < MAX_ERROR
+        assert whole[:128].isnan().all() and whole[128 + num_tokens :].isnan().all()
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="the kernel is written for sm_90")
+def test_gated_products_of_views_in_compiled_code_and_in_graphs():
+    """Rows of x apart, any number of tokens, replayed with other values."""
+    wide, weight = randn(3000, 2 * 1024), gated_case(1, 1024, 3072)[1]
+
+    def product(x):
+        return torch.ops.aiter.gated_linear(x, weight, "silu") + 1
+
+    compiled = torch.compile(product, fullgraph=True, dynamic=True)
+    for num_tokens in (40, 513, 2999):
+        x = wide[:num_tokens, :1024]
+        wanted = activation.silu_and_mul(F.linear(x.float(), weight.float())) + 1
+        assert error_of(compiled(x), wanted) < MAX_ERROR
+    x = wide[:600, :1024]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = product(x)
+    wide.normal_()
+    graph.replay()
+    assert error_of(found, activation.silu_and_mul(F.linear(x.float(), weight.float())) + 1) < MAX_ERROR

@@ -6,6 +6,7 @@ from atom.errors import ConfigError
 from atom.model_engine import model_runner
 from atom.platforms.cpu import CpuPlatform
 from atom.utils.compile_cache import compilation_counter
+from tests.helpers.gated_layers import give_cpu_gated_layers
 from tests.helpers.tiny_model import FAMILIES
 from tests.model_engine.test_graph_modes import folders, run  # noqa: F401
 
@@ -30,6 +31,17 @@ def test_inductors_code_says_the_same_and_is_kept_for_every_mode(folders, level,
     for mode in ("FULL", "FULL_DECODE_ONLY"):
         assert run(folders["gemma3"], mode, compilation=compilation).tokens == eager
     assert compilation_counter.num_compiled == compiled
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_gated_products_run_at_every_level(folders, level, tmp_path, monkeypatch):  # noqa: F811
+    eager = run(folders["qwen3"], "NONE").tokens
+    seen = give_cpu_gated_layers(monkeypatch)
+    compilation = {"level": level, "use_inductor": False, "cache_dir": str(tmp_path)}
+    for mode in ("NONE", "FULL"):
+        seen.clear()
+        assert run(folders["qwen3"], mode, compilation=compilation).tokens == eager, mode
+        assert len(set(seen)) > 2, mode  # decode steps too, and a prefill's
 
 
 def test_a_level_that_a_model_does_not_support_is_refused(folders, monkeypatch):  # noqa: F811

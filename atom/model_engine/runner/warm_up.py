@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from atom.config import CompilationLevel
 from atom.core import ScheduledBatch, Sequence
 from atom.model_engine.runner.forward_pass import ForwardPass
+from atom.model_ops.linear import LinearBase
 from atom.sampling_params import SamplingParams
 from atom.utils.decorators import compilation_paused
 from atom.utils.logging import init_logger
@@ -94,6 +95,9 @@ def record_launches(
                 forward.rehearse(size, size, False)
                 forward.run_modules(lambda: recording(recorder))
     with recording(recorder):
+        for layer in forward.model.modules():
+            if isinstance(layer, LinearBase):
+                layer.kernel.rehearse(layer.packed)
         forward.rehearse_patches()
     for size in sizes:
         if size <= most:

@@ -1,0 +1,20 @@
+"""Gated layers of the CPU as layers of an sm_90 device have them: their product of few tokens runs anywhere."""
+
+from atom.kernels import registry
+from atom.kernels.reference import activation
+from atom.kernels.registry import register_kernel
+from atom.kernels.triton import gated_linear
+
+
+def give_cpu_gated_layers(monkeypatch):
+    """Until the test ends. Returns the numbers of tokens of the products, as they run."""
+    registry.implementations("linear")
+    monkeypatch.setattr(registry, "_kernels", {op: dict(own) for op, own in registry._kernels.items()})
+    register_kernel(
+        "linear", "gated_here", priority={"cpu": 99}, supports=lambda platform, gated_by=None, **_: gated_by == "silu"
+    )(gated_linear.GatedLinear("silu"))  # fmt: skip
+    monkeypatch.setitem(gated_linear.ACTIVATIONS, "silu", activation.silu_and_mul)
+    seen = []
+
+    monkeypatch.setattr(gated_linear, "gated_shape", lambda num_tokens, size: seen.append(num_tokens))
+    return seen

@@ -6,9 +6,13 @@ results arrive on the output thread; a lock guards the tables, never the text wo
 
 import itertools
 import secrets
+import struct
 import threading
 import time
+from array import array
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass
+from numbers import Integral
 
 import msgspec
 import numpy as np
@@ -40,12 +44,16 @@ MAX_CACHE_SALT = 256
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenized prompt with the prefix-hash chain that rides to the engine beside it."""
+    """A tokenized prompt with the prefix-hash chain that rides to the engine beside it.
 
-    token_ids: list[int]
+    ``packed`` are the ids as the engine takes them: int32, little endian.
+    """
+
+    token_ids: Ids[int]
     hash_seed: int = 0
     cache_salted: bool = False
     chain: ShippedChain | None = None
+    packed: bytes = b""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -90,15 +98,29 @@ class InputOutputProcessor:
                 f"cache_salt must have 1 to {MAX_CACHE_SALT} printable characters, got {len(cache_salt)}",
                 param="cache_salt",
             )
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise RequestError("prompt must hold at least 1 token, got 0", param="prompt")
-        self._check_ids("prompt", ids)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        packed = self._pack_prompt(ids)
         seed = mix_seed(self._config.prefix_hash_seed, cache_salt)
         chain = None
         if self._ship_chain and len(ids) <= self.limits.max_model_len:
-            chain = hash_prompt(ids, self._config.kv_cache_block_size, seed)
-        return Prompt(ids, seed, cache_salt is not None, chain)
+            chain = hash_prompt(array("i", packed), self._config.kv_cache_block_size, seed, packed)
+        return Prompt(ids, seed, cache_salt is not None, chain, packed)
+
+    def _pack_prompt(self, ids: Ids[int]) -> bytes:
+        """A prompt's ids as the engine takes them. One pass over Python objects: all else is done on the bytes."""
+        if not len(ids):
+            raise RequestError("prompt must hold at least 1 token, got 0", param="prompt")
+        try:
+            packed = struct.pack(f"<{len(ids)}i", *ids)
+        except struct.error:  # no integer, or one of more than 32 bits
+            packed = b""
+        size = self.limits.vocab_size
+        if not packed or np.frombuffer(packed, "<u4").max() >= size:  # one below 0 reads as a large one
+            bad = next(i for i in ids if not (isinstance(i, Integral) and 0 <= i < size))
+            raise RequestError(
+                f"prompt holds token id {bad!r}, outside the vocabulary [0, {size})", param="prompt"
+            )
+        return packed
 
     def add(
         self,
@@ -171,7 +193,7 @@ class InputOutputProcessor:
         bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
         return NewRequest(
             id=0,
-            token_ids=np.asarray(prompt.token_ids, np.int32).tobytes(),
+            token_ids=prompt.packed or self._pack_prompt(prompt.token_ids),
             params=msgspec.structs.replace(
                 params,
                 seed=seed,

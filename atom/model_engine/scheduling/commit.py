@@ -159,7 +159,7 @@ class Committer:
                 if reason:
                     ends.append((len(seqs), reason))
             else:
-                tokens += new_ids
+                tokens.extend(new_ids)
             seqs.append(seq)
             token_ids += new_ids
             counts.append(len(new_ids))
@@ -233,7 +233,7 @@ class Committer:
                 break
         else:
             reason = ""
-        seq.token_ids += new_ids
+        seq.token_ids.extend(new_ids)
         return new_ids, reason
 
     def _stop_reason(self, seq: Sequence, token: int, length: int) -> str:

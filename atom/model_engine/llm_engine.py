@@ -284,7 +284,7 @@ class LLMEngine:
         prompts, params, request_ids = self._as_lists(prompts, sampling_params, request_ids)
         started = time.monotonic()
         with GenerationBar(sum(param.n for param in params), use_tqdm) as bar:
-            sinks = [CollectingSink(param.n, on_delta=bar.update) for param in params]
+            sinks = [CollectingSink(param.n, on_delta=bar.on_delta) for param in params]
             self._submit([self._io.tokenize(prompt) for prompt in prompts], params, sinks, request_ids)
             try:
                 for sink in sinks:

@@ -186,7 +186,7 @@ def test_the_engine_rests_only_after_a_wait_in_which_nothing_came():
     """What rests do would keep the request waiting that follows another at once."""
     from types import SimpleNamespace
 
-    from atom.model_engine.engine_process import IDLE_WAIT_MS, run_loop
+    from atom.model_engine.engine_process import IDLE_WAIT_S, run_loop
     from atom.model_engine.messages import Shutdown
     from atom.model_engine.step_coordinator import NullCoordinator
 
@@ -212,18 +212,18 @@ def test_the_engine_rests_only_after_a_wait_in_which_nothing_came():
     )
     run_loop(core, SimpleNamespace(receive=receive))
     busy = [
-        IDLE_WAIT_MS,
+        IDLE_WAIT_S,
         "step",
         0,
     ]  # a request comes, and afterwards it is looked for the next without waiting
     assert events == [
         *busy,
-        IDLE_WAIT_MS,
+        IDLE_WAIT_S,
         "rest",
         *busy,
-        IDLE_WAIT_MS,
+        IDLE_WAIT_S,
         "rest",
-        IDLE_WAIT_MS,
+        IDLE_WAIT_S,
         "rest",
-        IDLE_WAIT_MS,
+        IDLE_WAIT_S,
     ]

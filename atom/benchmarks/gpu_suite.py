@@ -256,7 +256,9 @@ def main(argv: list[str] | None = None) -> int:
         "--gaps", action="store_true", help="Measure how long the device waits between decode steps."
     )
     parser.add_argument(
-        "--in-process", action="store_true", help="Compute in this process instead of one of the engine's own."
+        "--in-process",
+        action="store_true",
+        help="Compute in this process instead of one of the engine's own.",
     )
     parser.add_argument("--json", type=Path, help="Write the results there, after every workload.")
     namespace = parser.parse_args(argv)

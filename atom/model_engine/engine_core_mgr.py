@@ -52,6 +52,8 @@ class CoreManager(EngineClient):
 
     def _on_exit(self, child: ChildProcess) -> None:
         self._dead.set()
+        if self._stream is not None:
+            self._stream.wake()  # whoever reads is told at once
 
     def _connect(self) -> None:
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S

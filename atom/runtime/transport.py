@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 import msgspec
 
@@ -42,6 +43,7 @@ class MessageStream:
         self._frame = bytearray()  # of the message being sent
         self._unsent: deque[memoryview] = deque()
         self._is_open = True  # False: the other side has left
+        self._is_closed = False
         self._chunk = bytearray(_READ_BYTES)
         self._received = bytearray()  # up to the end of the last message that is not here in full
         self._wake_end, self._waker = os.pipe()
@@ -87,10 +89,10 @@ class MessageStream:
 
     def wake(self) -> None:
         """Let ``receive`` return early."""
-        try:
-            os.write(self._waker, b"\0")
-        except BlockingIOError:
-            pass  # it has been told often enough
+        with self._send_lock:
+            if not self._is_closed:
+                with suppress(BlockingIOError):  # it has been told often enough
+                    os.write(self._waker, b"\0")
 
     def receive(self, timeout_s: float) -> list:
         """Every message that is here; waits up to ``timeout_s`` seconds for the first."""
@@ -106,7 +108,7 @@ class MessageStream:
 
     def _wait(self, timeout_s: float) -> bool:
         """Whether it is worth reading again; False when the time is over or ``wake`` was called."""
-        if timeout_s <= 0:
+        if timeout_s <= 0 or self._is_closed:
             return False
         if self._is_open:
             self._poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
@@ -154,7 +156,9 @@ class MessageStream:
         del self._received[:at]
 
     def close(self, linger_s: float = 0.0) -> None:
-        """End the connection; what was sent and not taken is given ``linger_s`` seconds to leave."""
+        """End the connection; what was sent and not taken is given ``linger_s`` seconds to leave. Idempotent."""
+        if self._is_closed:
+            return
         end = time.monotonic() + linger_s
         self._flush()
         room = select.poll()
@@ -162,9 +166,12 @@ class MessageStream:
         while self._unsent and (left := end - time.monotonic()) > 0:
             room.poll(left * 1000)
             self._flush()
-        self._socket.close()
-        os.close(self._waker)
-        os.close(self._wake_end)
+        with self._send_lock:
+            self._is_open, self._is_closed = False, True
+            self._socket.close()
+            os.close(self._waker)
+            os.close(self._wake_end)
+            self._waker = self._wake_end = -1
 
 
 def _path(folder: str, index: int) -> str:

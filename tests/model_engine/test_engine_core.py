@@ -193,8 +193,8 @@ def test_the_engine_rests_only_after_a_wait_in_which_nothing_came():
     events = []
     arrivals = iter([["request"], [], [], ["request"], [], [], [], [Shutdown()]])
 
-    def receive(wait_ms):
-        events.append(wait_ms)
+    def receive(wait_s):
+        events.append(wait_s)
         return next(arrivals)
 
     def step():

@@ -11,11 +11,13 @@ import threading
 import time
 from array import array
 from collections.abc import Sequence as Ids
+from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
 
 import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
 
 from atom.config import Config
 from atom.errors import ContextLengthError, RequestError
@@ -65,6 +67,18 @@ class Limits:
 
     max_model_len: int
     vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What the requests of one set of sampling parameters have in common."""
+
+    params: SamplingParams
+    engine_params: SamplingParams  # without what the front end does itself
+    eos_ids: frozenset[int]  # in force
+    special_stops: dict[int, str]
+    stop_ids: list[int]
+    bad_word_ids: list[list[int]]
 
 
 class InputOutputProcessor:
@@ -143,16 +157,16 @@ class InputOutputProcessor:
         states = []
         shipped = _Guides(message)
         guides = guides or [None] * len(prompts)
+        rules: _Rules | None = None
         for prompt, param, sink, request_id, guide in zip(
             prompts, params, sinks, request_ids, guides, strict=True
         ):
             max_output = self._max_output_tokens(len(prompt), param)
-            self._check_params(param)
-            ends = frozenset() if param.ignore_eos else self.eos_ids
-            state = RequestState(request_id, param, len(prompt), ends, sink, now)
+            if rules is None or rules.params is not param:  # prompts that come together share them as a rule
+                rules = self._rules(param)
+            state = RequestState(request_id, param, len(prompt), rules.eos_ids, sink, now)
             states.append(state)
-            special_stops = special_stop_ids(param.stop_strings or [], self.tokenizer)
-            request = self._new_request(prompt, param, special_stops, max_output, now, priority)
+            request = self._new_request(prompt, rules, max_output, now, priority)
             request.guide = shipped.index(param, guide)
             for index in range(param.n):
                 seq_id = next(self._ids)
@@ -160,7 +174,7 @@ class InputOutputProcessor:
                 message.chains.append(prompt.chain)
                 stops = make_stop_checker(param.stop_strings, stop_gate)
                 detokenizer = self._detokenizers.create(param.skip_special_tokens)
-                answer = AnswerState(seq_id, index, state, detokenizer, stops, special_stops)
+                answer = AnswerState(seq_id, index, state, detokenizer, stops, rules.special_stops)
                 state.answers.append(answer)
         with self._lock:
             seen: set[str] = set()
@@ -177,36 +191,39 @@ class InputOutputProcessor:
                     self._answers[answer.seq_id] = answer
         return message
 
+    def _rules(self, params: SamplingParams) -> "_Rules":
+        """What follows from sampling parameters alone. Raises RequestError."""
+        self._check_params(params)
+        special_stops = special_stop_ids(params.stop_strings or [], self.tokenizer)
+        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
+        return _Rules(
+            params,
+            msgspec.structs.replace(
+                params, n=1, guide=None, stop_strings=None, bad_words=None, skip_special_tokens=True
+            ),
+            eos_ids,
+            special_stops,
+            sorted(set(params.stop_token_ids or ()) | special_stops.keys() | eos_ids),
+            [ids for word in params.bad_words or () for ids in self._spellings(word)],
+        )
+
     def _new_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        special_stops: dict[int, str],
-        max_output: int,
-        now: float,
-        priority: int,
+        self, prompt: Prompt, rules: "_Rules", max_output: int, now: float, priority: int
     ) -> NewRequest:
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        stop_ids = set(params.stop_token_ids or ()) | special_stops.keys()
-        if not params.ignore_eos:
-            stop_ids |= self.eos_ids
-        bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
+        params = rules.engine_params
+        if params.seed is None:
+            params = copy(params)
+            force_setattr(
+                params, "seed", secrets.randbits(63)
+            )  # nobody else has it yet; all else was checked
         return NewRequest(
             id=0,
             token_ids=prompt.packed or self._pack_prompt(prompt.token_ids),
-            params=msgspec.structs.replace(
-                params,
-                seed=seed,
-                n=1,
-                guide=None,
-                stop_strings=None,
-                bad_words=None,
-                skip_special_tokens=True,
-            ),
-            stop_ids=sorted(stop_ids),
+            params=params,
+            stop_ids=rules.stop_ids,
             max_output_tokens=max_output,
             arrival_time=now,
-            bad_word_ids=bad_words,
+            bad_word_ids=rules.bad_word_ids,
             hash_seed=prompt.hash_seed,
             cache_salted=prompt.cache_salted,
             priority=priority,

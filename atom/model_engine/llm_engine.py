@@ -39,7 +39,14 @@ from atom.model_engine.messages import (
 from atom.model_engine.outputs import RequestOutput
 from atom.model_engine.progress import GenerationBar, StartupProgress
 from atom.model_engine.request_state import Sink
-from atom.model_engine.streams import Answer, CallbackSink, CollectingSink, RequestStream, StreamCallback
+from atom.model_engine.streams import (
+    Answer,
+    CallbackSink,
+    CollectingSink,
+    Latch,
+    RequestStream,
+    StreamCallback,
+)
 from atom.model_engine.structured.guide_compiler import GuideCompiler, make_vocabulary
 from atom.model_loader.model_files import ModelFiles
 from atom.model_loader.tokenizer import Tokenizer
@@ -284,12 +291,12 @@ class LLMEngine:
         prompts, params, request_ids = self._as_lists(prompts, sampling_params, request_ids)
         started = time.monotonic()
         with GenerationBar(sum(param.n for param in params), use_tqdm) as bar:
-            sinks = [CollectingSink(param.n, on_delta=bar.on_delta) for param in params]
+            ended = Latch(len(params))
+            sinks = [CollectingSink(p.n, on_delta=bar.on_delta, on_end=ended.count_down) for p in params]
             self._submit([self._io.tokenize(prompt) for prompt in prompts], params, sinks, request_ids)
             try:
-                for sink in sinks:
-                    while not sink.done.wait(_POLL_S):
-                        pass  # a timed wait lets Ctrl-C through
+                while not ended.wait(_POLL_S):
+                    pass  # a timed wait lets Ctrl-C through
             except BaseException:
                 for request_id in request_ids:
                     self.abort(request_id)

@@ -6,7 +6,7 @@ A worker that answers at once stands in for the model. A step is measured from s
 tokens are Python integers again in the front end: schedule, pack the input, commit, encode the message,
 send it through a Unix-domain socket, receive and decode it. Medians over many steps, one thread. The row "device" has
 the calls that a runner makes for a GPU in it, as far as they are not the driver's (``instant_device``). Then the front
-end alone, see ``front_end``.
+end alone, see ``front_end``, and what a whole request costs beside its computation, see ``request_overhead``.
 """
 
 import argparse
@@ -177,6 +177,10 @@ def main(argv: list[str] | None = None) -> int:
     print(format_table(results))
     streamed = front_end.run()
     print("\n" + front_end.format_table(streamed))
+    from atom.benchmarks import request_overhead  # imports torch
+
+    requests = request_overhead.run()
+    print("\n" + request_overhead.format_table(requests))
     if args.json:
         chosen = {
             str(r.batch_size): r.us_per_step
@@ -187,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
             "us_per_step": chosen,
             "all": [msgspec.to_builtins(r) for r in results],
             "streamed": [msgspec.to_builtins(r) for r in streamed],
+            "requests": [msgspec.to_builtins(r) for r in requests],
         }
         print(json.dumps(told))
     return 0

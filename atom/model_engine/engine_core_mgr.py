@@ -34,6 +34,8 @@ class CoreManager(EngineClient):
     The process is created by the constructor, so that it imports and loads while its parent does the same.
     """
 
+    may_change_readers = True
+
     def __init__(self, config: Config):
         self._folder = tempfile.mkdtemp(prefix="atom-")  # 0700
         self._page = LivenessPage(os.path.join(self._folder, "liveness0"), create=True)
@@ -52,8 +54,7 @@ class CoreManager(EngineClient):
 
     def _on_exit(self, child: ChildProcess) -> None:
         self._dead.set()
-        if self._stream is not None:
-            self._stream.wake()  # whoever reads is told at once
+        self.wake()
 
     def _connect(self) -> None:
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
@@ -71,10 +72,14 @@ class CoreManager(EngineClient):
         if not self._dead.is_set():
             self._stream.send(message)
 
-    def receive(self, timeout_s: float) -> list[FromEngine]:
+    def wake(self) -> None:
+        if self._stream is not None:
+            self._stream.wake()
+
+    def receive(self, timeout_s: float, spin_s: float = 0.0) -> list[FromEngine]:
         if self._stream is None:
             self._connect()
-        messages = [] if self._stream is None else self._stream.receive(min(timeout_s, _POLL_S))
+        messages = [] if self._stream is None else self._stream.receive(min(timeout_s, _POLL_S), spin_s)
         if not messages and self._dead.is_set():
             messages = [] if self._stream is None else self._stream.receive(0)
             if not messages:

@@ -135,14 +135,14 @@ class Latch:
     """
 
     def __init__(self, count: int):
-        self._num_left = count
+        self.num_left = count
         self._gate = threading.Lock()
         if count:
             self._gate.acquire()
 
     def count_down(self) -> None:
-        self._num_left -= 1
-        if self._num_left == 0:
+        self.num_left -= 1
+        if self.num_left == 0:
             self._gate.release()
 
     def wait(self, timeout_s: float) -> bool:

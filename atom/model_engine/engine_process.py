@@ -15,6 +15,7 @@ from atom.config import Config
 from atom.errors import AtomError
 from atom.model_engine.messages import Failed, Progress, Shutdown, ToEngine
 from atom.platforms import has_accelerator_node
+from atom.platforms.cpu import has_spare_cpus
 from atom.runtime.liveness import HeartbeatThread, LivenessPage, ProcessState
 from atom.runtime.process import read_child_config, set_process_title
 from atom.runtime.startup_phases import StartupPhases
@@ -29,6 +30,9 @@ logger = init_logger(__name__)
 
 BLOCKED_WAIT_S = 1e-3  # all that is left waits for a transfer: look again soon, but do not spin
 IDLE_WAIT_S = 0.1  # how long an idle engine sleeps in poll; a message wakes it at once
+SPIN_S = (
+    5e-4  # with a device to compute on and cores to spare, so long it looks for what follows without sleeping
+)
 LINGER_S = 4.0  # for the last messages to leave
 
 
@@ -85,7 +89,7 @@ def _serve(config: Config, stream: MessageStream, page: LivenessPage, phases: St
     core.start(lambda phase, fraction: stream.send(Progress(phase, fraction)), settle=settle_heap)
     page.set_state(ProcessState.READY)
     try:
-        run_loop(core, stream)
+        run_loop(core, stream, SPIN_S if _may_use_accelerator(config) and has_spare_cpus() else 0.0)
     finally:
         core.close()
         unfreeze_heap()  # some libraries complain of what outlives the interpreter
@@ -104,19 +108,24 @@ def _may_use_accelerator(config: Config) -> bool:
     return config.device != "cpu" and (config.device != "auto" or has_accelerator_node())
 
 
-def run_loop(core, stream: MessageStream) -> None:
-    """Step until told to stop: drain every queued message, agree with the peers, compute."""
+def run_loop(core, stream: MessageStream, spin_s: float = 0.0) -> None:
+    """Step until told to stop: drain every queued message, agree with the peers, compute.
+
+    ``spin_s``: so long after it was last busy, it looks for messages without sleeping.
+    """
     stopping = False
+    is_busy = False
     wait_s = IDLE_WAIT_S
     while True:
         # Everything queued is taken before a step is scheduled: prompts sent together meet in one step.
-        messages = stream.receive(wait_s)
+        messages = stream.receive(wait_s, spin_s if is_busy and wait_s == IDLE_WAIT_S else 0.0)
         for message in messages:
             stopping = stopping or isinstance(message, Shutdown)
             core.handle(message)
         agreement = core.coordinator.agree(core.has_work, stopping)
         if agreement.must_stop:
             return
+        is_busy = bool(messages) or not wait_s
         has_waited, wait_s = wait_s == IDLE_WAIT_S and not messages, IDLE_WAIT_S
         if core.has_work:
             did_work = agreement.may_schedule and core.step()

@@ -50,7 +50,7 @@ from atom.model_engine.streams import (
 from atom.model_engine.structured.guide_compiler import GuideCompiler, make_vocabulary
 from atom.model_loader.model_files import ModelFiles
 from atom.model_loader.tokenizer import Tokenizer
-from atom.platforms.cpu import num_usable_cpus
+from atom.platforms.cpu import has_spare_cpus
 from atom.runtime.histogram import Histogram
 from atom.runtime.liveness import Health
 from atom.sampling_params import SamplingParams
@@ -62,7 +62,6 @@ logger = init_logger(__name__)
 
 _POLL_S = 0.2
 _PREPARE_POLL_S = 0.02
-_SPARE_CPUS = 8  # with so many, a caller may look for its first answer without sleeping
 UTILITY_TIMEOUT_S = 300.0
 TRACES_LATE = "the traces are still being written after ATOM_PROFILER_TIMEOUT ({:g} s)"
 DETOKENIZE_BOUNDS = (2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)  # s, of a delta
@@ -135,7 +134,7 @@ class LLMEngine:
             raise
         logger.info("answers end at token ids %s", sorted(self._io.eos_ids))
         self._reader = OutputReader(self._client, self._on_message, self._on_death)
-        self._reader.may_spin = self._info.get("device") != "cpu" and num_usable_cpus() >= _SPARE_CPUS
+        self._reader.may_spin = self._info.get("device") != "cpu" and has_spare_cpus()
 
     def _make_client(self, in_process: bool) -> EngineClient:
         if in_process:

@@ -96,14 +96,11 @@ class BlockManager:
                 return False
         return True
 
-    def can_allocate(self, seq: Sequence) -> int:
-        """Blocks of ``seq`` that the cache holds, or -1 when it does not fit now. Exact."""
-        hit = self.probe(seq)
-        return hit.num_tokens // self.block_size if self.fits(seq, hit) else -1
-
-    def can_allocate_memoized(self, seq: Sequence) -> int:
-        """The same answer, from the memo of the walk; the fit is asked anew each time."""
-        hit = self.probe(seq, memoized=True)
+    def can_allocate(self, seq: Sequence, *, memoized: bool = False) -> int:
+        """Blocks of ``seq`` that the cache holds, or -1 when it does not fit now. The fit is asked anew each time,
+        ``memoized`` the walk is not (see ``probe``).
+        """
+        hit = self.probe(seq, memoized=memoized)
         return hit.num_tokens // self.block_size if self.fits(seq, hit) else -1
 
     def allocate(self, seq: Sequence, hit: PrefixHit) -> None:

@@ -39,7 +39,7 @@ lint: $(STAMP)  ## Check style: ruff and black
 format: $(STAMP)  ## Rewrite the code in the house format
 	@$(BIN)/python -m black -q . && $(BIN)/python -m ruff check --fix .
 
-bench-host: $(STAMP)  ## Time the host's share of a decode step, and of streaming, with a fake model
+bench-host: $(STAMP)  ## Time the host's share of a decode step, of streaming and of a request, with a fake model
 	@$(BIN)/python -m atom.benchmarks.host_overhead
 
 bench-cpu: $(STAMP)  ## Time the demo model beside transformers on this CPU (ARGS=--peers: other engines too)

@@ -2,7 +2,8 @@
 
 Lengths of a :class:`Sequence` (one token = one KV position):
 
-    token_ids            committed ids: the prompt, then the answer as far as it has been read back
+    token_ids            committed ids: the prompt, then the answer as far as it has been read back; an array of
+                         int32 where it came by message, which grows as a list does but adds to no list
     num_computed         positions whose KV committed steps have written
     num_scheduled        where the next step starts: positions of committed steps and of those in flight
                          (an upper bound: a verify step of 1 + k tokens may keep fewer, commit corrects it)
@@ -18,6 +19,7 @@ zombie) is recognised and dropped.
 """
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +77,7 @@ class Sequence:
     def __init__(
         self,
         seq_id: int,
-        token_ids: list[int],
+        token_ids: "list[int] | array[int]",
         params: SamplingParams,
         *,
         stop_ids: frozenset[int] = frozenset(),

@@ -7,15 +7,21 @@ the peer's, the targets and the share of the bound (``gpu_roofline``). Results a
 run that is cut short keeps what it has; ``--budget`` ends it in good time instead. Of a prefill, the rate of its
 operations and the share of the measured matmul peak stand in the last column; with ``--gaps``, of a decode step the
 time for which the device does not compute: wall time less device events around the forward passes.
+
+The engine has a process of its own, as in the server. With ``--in-process`` it computes in this one, as the peers'
+offline engines do where that is faster for them; the record's settings say which it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +41,7 @@ from atom.model_engine.llm_engine import LLMEngine
 from atom.runtime.histogram import unflatten
 from atom.sampling_params import SamplingParams
 from atom.utils.cli_parser import FlexibleArgumentParser
+from atom.utils.gc_utils import settle_heap, unfreeze_heap
 
 PEERS_FILE = FOLDER / "gpu_peers.json"
 DENSE_MODELS = ["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"]
@@ -108,6 +115,7 @@ def run_model(
     record: dict[str, Any],
     out: Path | None,
     deadline: float,
+    in_process: bool = False,
 ) -> list[Figures]:
     """Start one model's engine and run its workloads until ``deadline`` (``time.monotonic``).
 
@@ -119,10 +127,11 @@ def run_model(
     settings = {
         name: value for name, value in vars(args).items() if value != getattr(EngineArgs(), name, None)
     }
+    settings["in_process"] = in_process
     entry: dict[str, Any] = {"model": model, "results": [], "skipped": []}
     record.setdefault("models", []).append(entry)
     results: list[Figures] = []
-    with args.create_engine(NoText(config["vocab_size"])) as llm:
+    with _engine(args, NoText(config["vocab_size"]), in_process) as llm:
         engine = AtomEngine(llm, settings)
         entry["engine"] = engine.info()
         for workload in spec.of_model(model, only):
@@ -142,6 +151,21 @@ def run_model(
         print(f"{model}: no time for {', '.join(entry['skipped'])}", flush=True)
     _write(record, out)
     return results
+
+
+@contextmanager
+def _engine(args: EngineArgs, tokenizer: NoText, in_process: bool) -> Iterator[LLMEngine]:
+    """A started engine. In this process its heap is settled, as a process of its own does, and memory is given back."""
+    with args.create_engine(tokenizer, in_process=in_process) as engine:
+        if in_process:
+            settle_heap()
+        yield engine
+    if in_process:
+        import torch
+
+        unfreeze_heap()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _write(record: dict[str, Any], out: Path | None) -> None:
@@ -231,6 +255,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--gaps", action="store_true", help="Measure how long the device waits between decode steps."
     )
+    parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="Compute in this process instead of one of the engine's own.",
+    )
     parser.add_argument("--json", type=Path, help="Write the results there, after every workload.")
     namespace = parser.parse_args(argv)
     if namespace.gaps:
@@ -254,7 +283,17 @@ def main(argv: list[str] | None = None) -> int:
         args = EngineArgs.from_cli_args(namespace)
         folder = root / spec.models[model]
         deadline = began + namespace.budget
-        results = run_model(args, model, folder, spec, namespace.only, record, namespace.json, deadline)
+        results = run_model(
+            args,
+            model,
+            folder,
+            spec,
+            namespace.only,
+            record,
+            namespace.json,
+            deadline,
+            namespace.in_process,
+        )
         failed = failed or any(figures.error for figures in results)
     return int(failed)
 

@@ -6,22 +6,21 @@ A worker that answers at once stands in for the model. A step is measured from s
 tokens are Python integers again in the front end: schedule, pack the input, commit, encode the message,
 send it through a Unix-domain socket, receive and decode it. Medians over many steps, one thread. The row "device" has
 the calls that a runner makes for a GPU in it, as far as they are not the driver's (``instant_device``). Then the front
-end alone, see ``front_end``.
+end alone, see ``front_end``, and what a whole request costs beside its computation, see ``request_overhead``.
 """
 
 import argparse
 import gc
 import json
 import logging
+import socket
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import zmq
 from tqdm import tqdm
 
 from atom.benchmarks import front_end
@@ -32,6 +31,7 @@ from atom.model_engine.messages import AddRequests, FromEngine, NewRequest, Step
 from atom.model_engine.runner.scripted_worker import ScriptedWorker
 from atom.model_engine.runner.worker import Worker
 from atom.model_engine.scheduling.prefix_hash import hash_prompt, mix_seed
+from atom.runtime.transport import MessageStream
 from atom.sampling_params import SamplingParams
 
 BATCH_SIZES = (1, 32, 256)
@@ -64,29 +64,20 @@ class Loopback:
     """A Unix-domain socket pair: what the engine emits is received and decoded at once, and dropped."""
 
     def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._folder = tempfile.TemporaryDirectory(prefix="atom-bench-")
-        address = f"ipc://{self._folder.name}/output"
-        self._pull = self._context.socket(zmq.PULL)
-        self._pull.bind(address)
-        self._push = self._context.socket(zmq.PUSH)
-        self._push.connect(address)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._engine, self._front = (MessageStream(end, decoder) for end in socket.socketpair())
         self.num_tokens = 0
 
     def emit(self, message: FromEngine) -> None:
-        self._push.send(self._encoder.encode(message))
-        received = self._decoder.decode(self._pull.recv())
-        if isinstance(received, StepOutput):
-            np.frombuffer(received.ids, np.int64).tolist()
-            self.num_tokens += len(np.frombuffer(received.token_ids, np.int32).tolist())
+        self._engine.send(message)
+        for received in self._front.receive(1.0):
+            if isinstance(received, StepOutput):
+                np.frombuffer(received.ids, np.int64).tolist()
+                self.num_tokens += len(np.frombuffer(received.token_ids, np.int32).tolist())
 
     def close(self) -> None:
-        self._push.close(linger=0)
-        self._pull.close(linger=0)
-        self._context.term()
-        self._folder.cleanup()
+        self._engine.close()
+        self._front.close()
 
 
 def measure(
@@ -186,6 +177,10 @@ def main(argv: list[str] | None = None) -> int:
     print(format_table(results))
     streamed = front_end.run()
     print("\n" + front_end.format_table(streamed))
+    from atom.benchmarks import request_overhead  # imports torch
+
+    requests = request_overhead.run()
+    print("\n" + request_overhead.format_table(requests))
     if args.json:
         chosen = {
             str(r.batch_size): r.us_per_step
@@ -196,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
             "us_per_step": chosen,
             "all": [msgspec.to_builtins(r) for r in results],
             "streamed": [msgspec.to_builtins(r) for r in streamed],
+            "requests": [msgspec.to_builtins(r) for r in requests],
         }
         print(json.dumps(told))
     return 0

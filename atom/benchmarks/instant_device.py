@@ -7,6 +7,8 @@ in place of a graph launch stands a call that returns the graph's outputs.
 
 from __future__ import annotations
 
+import os
+import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 
 from atom.config import Config, CUDAGraphMode
-from atom.core import CacheGroupSpec, GroupKind
+from atom.core import BatchOutput, CacheGroupSpec, GroupKind, ScheduledBatch
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.runner.device_tables import DeviceTables
 from atom.model_engine.runner.device_timer import NoTimer
@@ -31,6 +33,9 @@ from atom.model_engine.scheduler import SchedulerConfig
 from atom.model_ops.fused_cuda import FusedCudaDecoder
 from atom.model_ops.sampler import Sampler
 
+DEVICE_MS = 3.0  # BusyRunner's step
+REAL_VOCAB = 151_936  # ids that its front end takes
+_SPIN_S = 0.3e-3
 _HIDDEN, _VOCAB = 64, 512
 _CPU = torch.device("cpu")
 
@@ -44,11 +49,12 @@ class _Event:
 
 
 class _Tables(DeviceTables):
-    """Patches of a decode step are one launch on a device, and nothing here."""
+    """Patches are part of a launch on a device: of a decode step nothing here, of a prefill ``apply_now``."""
+
+    apply_now = DeviceTables.apply
 
     def apply(self, packed: torch.Tensor, step: PackedStep) -> None:
-        if step.num_prefill_seqs:
-            super().apply(packed, step)
+        return None
 
 
 class _Publisher(Publisher):
@@ -148,6 +154,7 @@ class InstantRunner(ModelRunner):
     def _run_eagerly(self) -> Any:
         """A prefill: what the model makes of it is of no interest."""
         live = self._forward._live
+        self._forward.tables.apply_now(live.packed, live.step)
         inputs = self._forward.tables.derive(live.packed, live.step, self.max_model_len)
         hidden = torch.zeros(len(inputs.input_ids), _HIDDEN)
         return hidden, inputs.rows, inputs.context_lens, inputs.cu_seqlens_q
@@ -178,6 +185,38 @@ class InstantRunner(ModelRunner):
 
     def close(self) -> None:
         self.model = self._forward = self._sampler = self._readback = None
+
+
+class BusyRunner(InstantRunner):
+    """Its device needs ``DEVICE_MS`` for a step, and what happened when is found in its metrics (seconds)."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._moments = dict.fromkeys(("arrival", "scheduled", "given", "launched", "done"), 0.0)
+
+    def launch(self, batch: ScheduledBatch) -> Any:
+        seq = batch.seqs[-1]
+        now = time.monotonic()
+        self._moments |= {"arrival": seq.arrival_time, "scheduled": seq.first_scheduled_time, "given": now}
+        return super().launch(batch)
+
+    def _run_eagerly(self) -> Any:
+        self._moments["launched"] = time.monotonic()
+        return super()._run_eagerly()
+
+    def wait(self, handle: Any) -> BatchOutput:
+        due = self._moments["launched"] + DEVICE_MS / 1e3
+        time.sleep(max(0.0, due - _SPIN_S - time.monotonic()))
+        while time.monotonic() < due:  # as a device's event is waited for: busy, without the GIL
+            os.sched_yield()
+        self._moments["done"] = time.monotonic()
+        return super().wait(handle)
+
+    def info(self) -> dict[str, Any]:
+        return {**super().info(), "max_model_len": self.max_model_len, "vocab_size": REAL_VOCAB}
+
+    def metrics(self) -> dict[str, float]:
+        return dict(self._moments)
 
 
 def _no_annotation(*args: Any, **kwargs: Any) -> AbstractContextManager[Any]:

@@ -235,13 +235,13 @@ class EngineArgs:
             "synthetic_acceptance_rate": self.spec_decode_acceptance_rate,
         }
 
-    def create_engine(self, tokenizer: Any = None) -> "LLMEngine":
+    def create_engine(self, tokenizer: Any = None, *, in_process: bool = False) -> "LLMEngine":
         """Start an engine of this configuration. Raises ConfigError before anything heavy is imported."""
         config = self.create_config()
         check_supported(config)
         from atom.model_engine.llm_engine import LLMEngine
 
-        return LLMEngine(config=config, tokenizer=tokenizer)
+        return LLMEngine(config=config, tokenizer=tokenizer, in_process=in_process)
 
 
 def _add_argument_options(field: dataclasses.Field) -> dict[str, Any]:

@@ -207,6 +207,7 @@ class EngineCore:
         if batch is None:
             return False
         handle = self.worker.launch(batch)
+        self._step_metrics.observe(batch)
         self._commit(batch, handle, self._sample(batch, handle))
         return True
 
@@ -222,6 +223,7 @@ class EngineCore:
             )
             if not is_late:
                 self.worker.sample(handle)
+            self._step_metrics.observe(batch)
         if self._pending is not None:
             self._commit(*self._pending)
         if is_late:  # its mask depends on the ids just committed
@@ -244,8 +246,6 @@ class EngineCore:
         ended = self.scheduler.take_rejected()
         if ended:
             self._emit(StepResult.of_ended(ended).to_message())
-        if batch is not None:
-            self._step_metrics.observe(batch)
         if batch is not None and self._page is not None:
             self._page.begin_step(STEP_ALLOWANCE_S + STEP_ALLOWANCE_PER_TOKEN_S * batch.num_tokens)
         return batch
@@ -254,11 +254,13 @@ class EngineCore:
         output = self.worker.wait(handle)
         if errors:
             output.errors = (output.errors or {}) | errors
-        result = self.scheduler.commit(batch, output)
-        if result.seqs:
-            self._emit(result.to_message())
+        self.scheduler.commit(batch, output, self._tell)
         if self._guides.live:
             self._guides.drop_finished()
+
+    def _tell(self, result: StepResult) -> None:
+        if result.seqs:
+            self._emit(result.to_message())
 
     def rest(self) -> None:
         """What is done once no work has come for a while: one more graph is recorded, and the books over the cache

@@ -6,12 +6,18 @@ results arrive on the output thread; a lock guards the tables, never the text wo
 
 import itertools
 import secrets
+import struct
 import threading
 import time
+from array import array
+from collections.abc import Sequence as Ids
+from copy import copy
 from dataclasses import dataclass
+from numbers import Integral
 
 import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
 
 from atom.config import Config
 from atom.errors import ContextLengthError, RequestError
@@ -40,12 +46,16 @@ MAX_CACHE_SALT = 256
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenized prompt with the prefix-hash chain that rides to the engine beside it."""
+    """A tokenized prompt with the prefix-hash chain that rides to the engine beside it.
 
-    token_ids: list[int]
+    ``packed`` are the ids as the engine takes them: int32, little endian.
+    """
+
+    token_ids: Ids[int]
     hash_seed: int = 0
     cache_salted: bool = False
     chain: ShippedChain | None = None
+    packed: bytes = b""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -57,6 +67,18 @@ class Limits:
 
     max_model_len: int
     vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What the requests of one set of sampling parameters have in common."""
+
+    params: SamplingParams
+    engine_params: SamplingParams  # without what the front end does itself
+    eos_ids: frozenset[int]  # in force
+    special_stops: dict[int, str]
+    stop_ids: list[int]
+    bad_word_ids: list[list[int]]
 
 
 class InputOutputProcessor:
@@ -90,15 +112,29 @@ class InputOutputProcessor:
                 f"cache_salt must have 1 to {MAX_CACHE_SALT} printable characters, got {len(cache_salt)}",
                 param="cache_salt",
             )
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise RequestError("prompt must hold at least 1 token, got 0", param="prompt")
-        self._check_ids("prompt", ids)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        packed = self._pack_prompt(ids)
         seed = mix_seed(self._config.prefix_hash_seed, cache_salt)
         chain = None
         if self._ship_chain and len(ids) <= self.limits.max_model_len:
-            chain = hash_prompt(ids, self._config.kv_cache_block_size, seed)
-        return Prompt(ids, seed, cache_salt is not None, chain)
+            chain = hash_prompt(array("i", packed), self._config.kv_cache_block_size, seed, packed)
+        return Prompt(ids, seed, cache_salt is not None, chain, packed)
+
+    def _pack_prompt(self, ids: Ids[int]) -> bytes:
+        """A prompt's ids as the engine takes them. One pass over Python objects: all else is done on the bytes."""
+        if not len(ids):
+            raise RequestError("prompt must hold at least 1 token, got 0", param="prompt")
+        try:
+            packed = struct.pack(f"<{len(ids)}i", *ids)
+        except struct.error:  # no integer, or one of more than 32 bits
+            packed = b""
+        size = self.limits.vocab_size
+        if not packed or np.frombuffer(packed, "<u4").max() >= size:  # one below 0 reads as a large one
+            bad = next(i for i in ids if not (isinstance(i, Integral) and 0 <= i < size))
+            raise RequestError(
+                f"prompt holds token id {bad!r}, outside the vocabulary [0, {size})", param="prompt"
+            )
+        return packed
 
     def add(
         self,
@@ -121,16 +157,16 @@ class InputOutputProcessor:
         states = []
         shipped = _Guides(message)
         guides = guides or [None] * len(prompts)
+        rules: _Rules | None = None
         for prompt, param, sink, request_id, guide in zip(
             prompts, params, sinks, request_ids, guides, strict=True
         ):
             max_output = self._max_output_tokens(len(prompt), param)
-            self._check_params(param)
-            ends = frozenset() if param.ignore_eos else self.eos_ids
-            state = RequestState(request_id, param, len(prompt), ends, sink, now)
+            if rules is None or rules.params is not param:  # prompts that come together share them as a rule
+                rules = self._rules(param)
+            state = RequestState(request_id, param, len(prompt), rules.eos_ids, sink, now)
             states.append(state)
-            special_stops = special_stop_ids(param.stop_strings or [], self.tokenizer)
-            request = self._new_request(prompt, param, special_stops, max_output, now, priority)
+            request = self._new_request(prompt, rules, max_output, now, priority)
             request.guide = shipped.index(param, guide)
             for index in range(param.n):
                 seq_id = next(self._ids)
@@ -138,7 +174,7 @@ class InputOutputProcessor:
                 message.chains.append(prompt.chain)
                 stops = make_stop_checker(param.stop_strings, stop_gate)
                 detokenizer = self._detokenizers.create(param.skip_special_tokens)
-                answer = AnswerState(seq_id, index, state, detokenizer, stops, special_stops)
+                answer = AnswerState(seq_id, index, state, detokenizer, stops, rules.special_stops)
                 state.answers.append(answer)
         with self._lock:
             seen: set[str] = set()
@@ -155,36 +191,39 @@ class InputOutputProcessor:
                     self._answers[answer.seq_id] = answer
         return message
 
+    def _rules(self, params: SamplingParams) -> "_Rules":
+        """What follows from sampling parameters alone. Raises RequestError."""
+        self._check_params(params)
+        special_stops = special_stop_ids(params.stop_strings or [], self.tokenizer)
+        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
+        return _Rules(
+            params,
+            msgspec.structs.replace(
+                params, n=1, guide=None, stop_strings=None, bad_words=None, skip_special_tokens=True
+            ),
+            eos_ids,
+            special_stops,
+            sorted(set(params.stop_token_ids or ()) | special_stops.keys() | eos_ids),
+            [ids for word in params.bad_words or () for ids in self._spellings(word)],
+        )
+
     def _new_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        special_stops: dict[int, str],
-        max_output: int,
-        now: float,
-        priority: int,
+        self, prompt: Prompt, rules: "_Rules", max_output: int, now: float, priority: int
     ) -> NewRequest:
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        stop_ids = set(params.stop_token_ids or ()) | special_stops.keys()
-        if not params.ignore_eos:
-            stop_ids |= self.eos_ids
-        bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
+        params = rules.engine_params
+        if params.seed is None:
+            params = copy(params)
+            force_setattr(
+                params, "seed", secrets.randbits(63)
+            )  # nobody else has it yet; all else was checked
         return NewRequest(
             id=0,
-            token_ids=np.asarray(prompt.token_ids, np.int32).tobytes(),
-            params=msgspec.structs.replace(
-                params,
-                seed=seed,
-                n=1,
-                guide=None,
-                stop_strings=None,
-                bad_words=None,
-                skip_special_tokens=True,
-            ),
-            stop_ids=sorted(stop_ids),
+            token_ids=prompt.packed or self._pack_prompt(prompt.token_ids),
+            params=params,
+            stop_ids=rules.stop_ids,
             max_output_tokens=max_output,
             arrival_time=now,
-            bad_word_ids=bad_words,
+            bad_word_ids=rules.bad_word_ids,
             hash_seed=prompt.hash_seed,
             cache_salted=prompt.cache_salted,
             priority=priority,

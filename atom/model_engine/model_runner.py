@@ -373,22 +373,28 @@ class ModelRunner(Worker):
     # -- steps
 
     def launch(self, batch: ScheduledBatch) -> StepHandle:
-        handle = self.run_model(batch, self._sampler.plan(batch))
+        if torch.is_grad_enabled():  # a thread's own affair: in process, another one has loaded the model
+            torch.set_grad_enabled(False)
+        handle = self.run_model(batch)
         hidden = handle.result.hidden
         handle.prompt_scores = score_prompts(batch, hidden, self.model.compute_logits, self._sampler)
         return handle
 
-    def run_model(self, batch: ScheduledBatch, plan: SamplingPlan) -> StepHandle:
+    def run_model(self, batch: ScheduledBatch) -> StepHandle:
         """The forward pass, eagerly or by a recorded graph as ``ForwardMode.decide`` says, and the logits of what
-        samples, outside of any graph; a fused decode step has its logits or ids already.
+        samples, outside of any graph; a fused decode step has its logits or ids already. How it is sampled is planned
+        before only where the decoder asks: of prompts the device has enough to do meanwhile.
         """
-        fused, head = self.model.fused, None
-        if fused is not None:
+        fused, head, plan = self.model.fused, None, None
+        if fused is not None and (fused.takes_prefill or not batch.num_prefill_seqs):
+            plan = self._sampler.plan(batch)
             head = self._head_work(batch, plan)
             fused.begin(head)
         result = self._forward.run(batch, head)
+        if plan is None:
+            plan = self._sampler.plan(batch)
         handle = StepHandle(batch, result, plan)
-        if fused is not None:
+        if head is not None:
             fused.finish(head, result.hidden)
         if head is not None and head.is_done:
             handle.logits = head.logits

@@ -1,6 +1,7 @@
 """What a person at a terminal sees while they wait: start-up phases and the answers being generated."""
 
 import sys
+from collections.abc import Callable
 
 from tqdm import tqdm
 
@@ -47,19 +48,20 @@ class StartupProgress:
 
 
 class GenerationBar:
-    """Counts finished answers and shows the token rate. ``update`` is called from the output thread."""
+    """Counts finished answers and shows the token rate. ``on_delta`` is called from the output thread."""
 
     def __init__(self, num_answers: int, enabled: bool | None = None):
         self._num_tokens = 0
-        self._bar = tqdm(
-            total=num_answers,
-            desc="generate",
-            unit="answer",
-            file=sys.stderr,
-            disable=not _is_wanted(enabled),
-        )
+        self._bar: tqdm | None = None
+        if _is_wanted(enabled):
+            self._bar = tqdm(total=num_answers, desc="generate", unit="answer", file=sys.stderr)
 
-    def update(self, output: RequestOutput) -> None:
+    @property
+    def on_delta(self) -> Callable[[RequestOutput], None] | None:
+        """What is to see each delta; None where nobody looks."""
+        return None if self._bar is None else self._update
+
+    def _update(self, output: RequestOutput) -> None:
         self._num_tokens += len(output.output_tokens)
         elapsed = self._bar.format_dict["elapsed"] or 1e-9
         self._bar.set_postfix_str(f"{self._num_tokens / elapsed:.1f} tok/s", refresh=False)
@@ -69,4 +71,5 @@ class GenerationBar:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()

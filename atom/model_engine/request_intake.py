@@ -1,6 +1,6 @@
 """From the message that starts a request to the sequence that the scheduler runs."""
 
-import numpy as np
+from array import array
 
 from atom.core import Sequence
 from atom.model_engine.messages import CompiledGuide, NewRequest, ShippedChain
@@ -11,7 +11,7 @@ def make_sequence(
     request: NewRequest, chain: ShippedChain | None, block_size: int, guide: CompiledGuide | None = None
 ) -> Sequence:
     """The sequence of ``request``. A shipped hash chain is taken over only if it surely is this prompt's."""
-    token_ids = np.frombuffer(request.token_ids, np.int32).tolist()
+    token_ids = array("i", request.token_ids)  # not a list: of 16,384 ids that takes 200 us
     seq = Sequence(
         request.id,
         token_ids,

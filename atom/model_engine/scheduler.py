@@ -186,13 +186,21 @@ class Scheduler:
             life.inflight.append(batch)
         return batch
 
-    def commit(self, batch: ScheduledBatch, output: BatchOutput) -> StepResult:
-        """Apply a step's output. Batches are committed in the order in which they were scheduled."""
+    def commit(
+        self,
+        batch: ScheduledBatch,
+        output: BatchOutput,
+        tell: Callable[[StepResult], object] = lambda result: None,
+    ) -> StepResult:
+        """Apply a step's output. Batches are committed in the order in which they were scheduled.
+
+        ``tell`` is called once, with what is returned: before the books over blocks that nobody waits for.
+        """
         inflight = self._life.inflight
         if not inflight or inflight[0] is not batch:
             raise ValueError(f"step {batch.step} is not the oldest one in flight")
         del inflight[0]
-        return self._committer.commit(batch, output)
+        return self._committer.commit(batch, output, tell)
 
     # -- prefill --------------------------------------------------------------------------------------
     def _schedule_prefill(self) -> ScheduledBatch | None:
@@ -234,11 +242,10 @@ class Scheduler:
         roster, life, manager = self._roster, self._life, self.manager
         while roster.waiting and roster.has_free_row and step.budget > 0:
             seq = roster.waiting.first()
-            if seq.num_inflight_samples or manager.can_allocate_memoized(seq) < 0:
+            hit = manager.probe(seq, memoized=True)
+            if seq.num_inflight_samples or not manager.fits(seq, hit):
                 return
-            hit = manager.probe(seq)
-            room = self._room(seq) if seq.num_preemptions else None
-            if not manager.fits(seq, hit, room):
+            if seq.num_preemptions and not manager.fits(seq, hit, self._room(seq)):
                 return
             num_external, is_async = 0, False
             if self._has_connector and seq.id not in life.no_external and hit.num_tokens < seq.num_tokens - 1:
@@ -299,7 +306,7 @@ class Scheduler:
         if stop <= start or (is_whole_only and stop < end):
             return False
         is_new = seq.id in self._life.rowless
-        patches = [[] for _ in self.groups] if is_new else self._patches
+        patches = None if is_new else self._patches  # a new row's are made of its whole table below
         covered = self.manager.may_append(seq, stop, patches)
         if not covered:
             return False

@@ -129,12 +129,34 @@ class Answer:
     last_token_time: float
 
 
+class Latch:
+    """Lets one thread wait until ``count`` requests have ended, and wakes it once: woken by the first of them it
+    would take the interpreter's lock from the thread that delivers the others.
+    """
+
+    def __init__(self, count: int):
+        self.num_left = count
+        self._gate = threading.Lock()
+        if count:
+            self._gate.acquire()
+
+    def count_down(self) -> None:
+        self.num_left -= 1
+        if self.num_left == 0:
+            self._gate.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all have ended, after up to ``timeout_s`` seconds. To be asked until it is so, and not again."""
+        return self._gate.acquire(timeout=timeout_s)
+
+
 class CollectingSink:
     """Gathers the answers of one request.
 
     Args:
         on_delta: sees each delta (progress bars).
         on_answer: takes each answer when it ends.
+        on_end: called once, when every answer has ended or the engine is gone.
     """
 
     def __init__(
@@ -142,10 +164,11 @@ class CollectingSink:
         num_answers: int,
         on_delta: Callable[[RequestOutput], None] | None = None,
         on_answer: Callable[[Answer], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ):
         self.answers: dict[int, Answer] = {}
         self.error: Exception | None = None
-        self.done = threading.Event()  # every answer has ended, or the engine is gone
+        self._on_end = on_end
         self._num_open = num_answers
         self._on_delta = on_delta
         self._on_answer = on_answer
@@ -164,8 +187,13 @@ class CollectingSink:
                 self._on_answer(answer)
             self._num_open -= 1
             if self._num_open == 0:
-                self.done.set()
+                self._end()
 
     def fail(self, error: Exception) -> None:
         self.error = error
-        self.done.set()
+        self._end()
+
+    def _end(self) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()

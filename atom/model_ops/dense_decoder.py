@@ -57,7 +57,12 @@ class DenseDecoder:
 
 
 class FusedDecoder(ABC):
-    """Runs a ``DenseDecoder`` in place of its modules, for the steps that it takes."""
+    """Runs a ``DenseDecoder`` in place of its modules, for the steps that it takes.
+
+    ``takes_prefill``: whether steps with prompts may be among them; ``begin`` and ``finish`` are for those that may.
+    """
+
+    takes_prefill = False
 
     @abstractmethod
     def takes(self, context: ForwardContext, num_tokens: int) -> bool:

@@ -74,6 +74,8 @@ class CpuFusedDecoder(FusedDecoder):
     The hidden states that it returns lie in a buffer of its own and die at the next step.
     """
 
+    takes_prefill = True
+
     def __init__(self, decoder: DenseDecoder, library: NativeLibrary, is_uniform: bool = False):
         self._decoder = decoder
         self._library = library

@@ -345,15 +345,15 @@ def late_bans(batch: ScheduledBatch) -> list[tuple[int, int]]:
 def to_batch_output(batch: ScheduledBatch, plan: SamplingPlan, result: SampleResult) -> BatchOutput:
     """A step's result as the scheduler wants it. The only function here that waits for the device."""
     result.wait()
-    ids, is_finite = result.token_ids.numpy().tolist(), result.is_finite.numpy()
+    ids, is_finite = result.token_ids.numpy().tolist(), result.is_finite.numpy().tolist()
     indices = plan.indices
     output = BatchOutput(ids)
     if indices is not None:
         output.token_ids = [0] * batch.num_seqs
         for i, token_id in zip(indices, ids, strict=True):
             output.token_ids[i] = token_id
-    if not is_finite.all():
-        failed = [row for row, ok in enumerate(is_finite.tolist()) if not ok]
+    if not all(is_finite):
+        failed = [row for row, ok in enumerate(is_finite) if not ok]
         output.errors = {row if indices is None else indices[row]: NOT_FINITE for row in failed}
     if result.logprobs is not None:
         composition = plan.composition

@@ -18,7 +18,6 @@ PACKAGES: tuple[tuple[str, str | None], ...] = (
     ("torch", None),
     ("numpy", None),
     ("msgspec", None),
-    ("pyzmq", None),
     ("tokenizers", None),
     ("jinja2", None),
     ("xxhash", None),

@@ -116,7 +116,8 @@ def test_a_file_that_is_no_workload_file_is_named(tmp_path):
         load_workloads(path)
 
 
-def test_runs_a_model_and_keeps_results_as_they_come(tmp_path, capsys):
+@pytest.mark.parametrize("in_process", [False, True])
+def test_runs_a_model_and_keeps_results_as_they_come(in_process, tmp_path, capsys):
     make_tiny_model(tmp_path / "tiny", "llama")
     config = json.loads((tmp_path / "tiny" / "config.json").read_text())
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config | {"vocab_size": 2048}))
@@ -142,9 +143,12 @@ def test_runs_a_model_and_keeps_results_as_they_come(tmp_path, capsys):
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     out = tmp_path / "out.json"
     command = ["--workloads", str(tmp_path / "spec.json"), "--device", "cpu", "--json", str(out)]
+    if in_process:
+        command.append("--in-process")
     assert gpu_suite.main(command) == 1  # one failed
     (entry,) = json.loads(out.read_text())["models"]
     assert [result["id"] for result in entry["results"]] == ["decode_b1", "tput_c64", "too_long"]
     assert entry["results"][0]["value"] > 0 and "4000" in entry["results"][2]["error"]
     assert entry["engine"]["device"] == "cpu" and entry["engine"]["settings"]["load_dummy"] == "xavier"
+    assert entry["engine"]["settings"]["in_process"] is in_process
     assert capsys.readouterr().out.count("| tiny |") == 3

@@ -30,7 +30,7 @@ def probe(scheduler, prompt, *, memoized=False, seq_id=1, **kwargs):
     seq = make_seq(seq_id, prompt, 1, **kwargs)
     scheduler.manager.prepare(seq)
     manager = scheduler.manager
-    return manager.can_allocate_memoized(seq) if memoized else manager.can_allocate(seq)
+    return manager.can_allocate(seq, memoized=memoized)
 
 
 @pytest.mark.parametrize("length, hit", [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (40, 9), (41, 10), (60, 10)])
@@ -144,7 +144,7 @@ def waiting(scheduler, prompt):
 
 def num_walks(scheduler, seq):
     before = scheduler.manager.num_walks
-    answer = scheduler.manager.can_allocate_memoized(seq)
+    answer = scheduler.manager.can_allocate(seq, memoized=True)
     return answer, scheduler.manager.num_walks - before
 
 
@@ -262,7 +262,7 @@ def test_memo_equals_the_exact_probe_after_any_change(steps):
             pool.unpublish(number % 16)
         elif kind == "c" and number == 0:
             scheduler.clear_prefix_cache()
-        memoized = scheduler.manager.can_allocate_memoized(seq)
+        memoized = scheduler.manager.can_allocate(seq, memoized=True)
         hit = scheduler.manager._walk(seq)
         exact = hit.num_tokens // BLOCK if scheduler.manager.fits(seq, hit) else -1
         assert memoized == exact == scheduler.manager.can_allocate(seq)

@@ -125,7 +125,7 @@ class InputPacker:
         for patches in batch.patches:
             if patches:
                 used = 3 * len(patches)
-                buffer[end : end + used] = list(chain.from_iterable(patches))
+                buffer[end : end + used] = np.fromiter(chain.from_iterable(patches), np.int32, used)
                 end += used
         first_id = end
         buffer[3 * n : 3 * n + header_size(len(counts))] = (num_prefill, first_id, *counts)

@@ -5,9 +5,10 @@ The scheduler decides who runs; this module knows what that costs in blocks. It 
 """
 
 from collections.abc import Callable, Iterable
+from itertools import repeat
 
 from atom.core import Sequence
-from atom.model_engine.scheduling.block_pool import ChangeLog
+from atom.model_engine.scheduling.block_pool import NO_BLOCK, ChangeLog
 from atom.model_engine.scheduling.cache_group import UNBOUNDED, CacheGroup, Patch
 from atom.model_engine.scheduling.prefix_cache import PrefixHit, PrefixQuery, WalkMemo
 from atom.model_engine.scheduling.prefix_hash import HashChain
@@ -95,14 +96,11 @@ class BlockManager:
                 return False
         return True
 
-    def can_allocate(self, seq: Sequence) -> int:
-        """Blocks of ``seq`` that the cache holds, or -1 when it does not fit now. Exact."""
-        hit = self.probe(seq)
-        return hit.num_tokens // self.block_size if self.fits(seq, hit) else -1
-
-    def can_allocate_memoized(self, seq: Sequence) -> int:
-        """The same answer, from the memo of the walk; the fit is asked anew each time."""
-        hit = self.probe(seq, memoized=True)
+    def can_allocate(self, seq: Sequence, *, memoized: bool = False) -> int:
+        """Blocks of ``seq`` that the cache holds, or -1 when it does not fit now. The fit is asked anew each time,
+        ``memoized`` the walk is not (see ``probe``).
+        """
+        hit = self.probe(seq, memoized=memoized)
         return hit.num_tokens // self.block_size if self.fits(seq, hit) else -1
 
     def allocate(self, seq: Sequence, hit: PrefixHit) -> None:
@@ -121,24 +119,24 @@ class BlockManager:
             return False
         for group in self.groups:
             group.release(seq)  # what only the local hit would have needed
-        return self.may_append(seq, start, [[] for _ in self.groups]) > 0
+        return self.may_append(seq, start, None) > 0
 
     # -- growth ---------------------------------------------------------------------------------------
     def can_append(self, seq: Sequence, upto: int) -> bool:
         return all(group.can_reserve(seq, upto) for group in self.groups)
 
-    def may_append(self, seq: Sequence, upto: int, patches: list[list[Patch]]) -> int:
+    def may_append(self, seq: Sequence, upto: int, patches: list[list[Patch]] | None) -> int:
         """Cover ``[0, upto)`` in every group; ``patches[g]`` gets the new columns.
 
         Returns the positions that every table covers then; 0 when there is no room and nothing was done.
         """
         if len(self.groups) == 1:
-            return self.groups[0].reserve(seq, upto, patches[0])
+            return self.groups[0].reserve(seq, upto, patches and patches[0])
         if not self.can_append(seq, upto):
             return 0
         limit = UNBOUNDED
         for group in self.groups:
-            covered = group.reserve(seq, upto, patches[group.index])
+            covered = group.reserve(seq, upto, patches and patches[group.index])
             if covered < limit:
                 limit = covered
         return limit
@@ -152,7 +150,8 @@ class BlockManager:
         """Every column of ``seq``, for the row that it just got."""
         row = seq.row
         for table, new in zip(seq.tables, patches, strict=True):
-            new.extend([(row, column, block) for column, block in enumerate(table) if block >= 0])
+            patch = zip(repeat(row), range(len(table)), table, strict=False)
+            new.extend(patch if NO_BLOCK not in table else [p for p in patch if p[2] >= 0])
 
     def growth(self, seq: Sequence, num_tokens: int, chunk: int = 1) -> list[int]:
         """Per group, the blocks that ``seq`` may still take until it has ``num_tokens``.

@@ -69,8 +69,8 @@ class CacheGroup(ABC):
         """Whether ``reserve`` would succeed."""
 
     @abstractmethod
-    def reserve(self, seq: Sequence, upto: int, patches: list[Patch]) -> int:
-        """Append blocks until ``[0, upto)`` is covered; every new column goes into ``patches``.
+    def reserve(self, seq: Sequence, upto: int, patches: list[Patch] | None) -> int:
+        """Append blocks until ``[0, upto)`` is covered; every new column goes into ``patches``, if there are any.
 
         Returns the positions that the table covers now, at least ``upto``; 0 when there is no room and
         nothing was done.
@@ -160,7 +160,7 @@ class PagedGroup(CacheGroup):
         missing = upto - len(seq.tables[self.index]) * self.block_size
         return missing <= 0 or missing <= self.pool.num_free * self.block_size
 
-    def reserve(self, seq: Sequence, upto: int, patches: list[Patch]) -> int:
+    def reserve(self, seq: Sequence, upto: int, patches: list[Patch] | None) -> int:
         table, size, pool = seq.tables[self.index], self.block_size, self.pool
         column = len(table)
         covered = column * size
@@ -171,8 +171,9 @@ class PagedGroup(CacheGroup):
         missing = ceil_div(upto - covered, size)
         blocks = pool.allocate_many(missing)
         table += blocks
-        row = seq.row
-        patches += [(row, at, block) for at, block in enumerate(blocks, column)]
+        if patches is not None:
+            row = seq.row
+            patches += [(row, at, block) for at, block in enumerate(blocks, column)]
         return covered + missing * size if len(blocks) == missing else 0
 
     def publish(self, seq: Sequence, first: int, last: int) -> None:
@@ -245,7 +246,7 @@ class FullGroup(PagedGroup):
 
     def admit(self, seq: Sequence, table: list[int], num_tokens: int) -> None:
         super().admit(seq, table, num_tokens)
-        self.reserve(seq, num_tokens, [])
+        self.reserve(seq, num_tokens, None)
 
     def peak(self, num_tokens: int, chunk: int = 1) -> int:
         return ceil_div(num_tokens, self.block_size)
@@ -314,7 +315,7 @@ class SlidingGroup(PagedGroup):
     def cut_chunk(self, seq: Sequence, start: int, end: int) -> int:
         return max(start, min(end, (self._next_column(seq) + self.pool.num_free) * self.block_size))
 
-    def reserve(self, seq: Sequence, upto: int, patches: list[Patch]) -> int:
+    def reserve(self, seq: Sequence, upto: int, patches: list[Patch] | None) -> int:
         table = seq.tables[self.index]
         if len(table) <= self._first_needed(seq.num_computed):
             table.extend([NO_BLOCK] * (self._next_column(seq) - len(table)))

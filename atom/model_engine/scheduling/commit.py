@@ -1,6 +1,7 @@
 """What happens to a step's ids: append, stop, publish, and say what is new in one message."""
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from atom.core import BatchOutput, ScheduledBatch, Sequence, TokenLogprobs
@@ -60,14 +61,20 @@ class Committer:
         self.num_drafts_verified = 0
         self.num_drafts_accepted = 0
 
-    def commit(self, batch: ScheduledBatch, output: BatchOutput) -> StepResult:
+    def commit(
+        self, batch: ScheduledBatch, output: BatchOutput, tell: Callable[[StepResult], object]
+    ) -> StepResult:
+        """``tell`` gets the result once it is known: behind a prompt the books over hundreds of blocks come later."""
         if batch.num_prefill_seqs or output.errors or output.logprobs or output.prompt_logprobs:
-            return self._commit_any(batch, output)
+            return self._commit_any(batch, output, tell)
         if output.accepted is not None:
-            return self._commit_verify(batch, output.accepted)
-        if batch.num_tokens != len(batch.seqs):
-            return self._commit_any(batch, output)
-        return self._commit_decode(batch, output.token_ids)
+            result = self._commit_verify(batch, output.accepted)
+        elif batch.num_tokens != len(batch.seqs):
+            return self._commit_any(batch, output, tell)
+        else:
+            result = self._commit_decode(batch, output.token_ids)
+        tell(result)
+        return result
 
     def _commit_decode(self, batch: ScheduledBatch, token_ids: list[int]) -> StepResult:
         """Every live row got exactly one id. The loop is the hot one of the host: integers only."""
@@ -159,7 +166,7 @@ class Committer:
                 if reason:
                     ends.append((len(seqs), reason))
             else:
-                tokens += new_ids
+                tokens.extend(new_ids)
             seqs.append(seq)
             token_ids += new_ids
             counts.append(len(new_ids))
@@ -175,9 +182,13 @@ class Committer:
         events = [RequestEvent(index, reason) for index, reason in ends]
         return StepResult(seqs, token_ids, counts, events, self._pack_ids(seqs))
 
-    def _commit_any(self, batch: ScheduledBatch, output: BatchOutput) -> StepResult:
+    def _commit_any(
+        self, batch: ScheduledBatch, output: BatchOutput, tell: Callable[[StepResult], object]
+    ) -> StepResult:
         result = StepResult([], [], counts := [])
         errors = output.errors or {}
+        ends: list[tuple[Sequence, str, bool]] = []  # with the reason, and whether the last step succeeded
+        due: list[Sequence] = []
         for index, seq in enumerate(batch.seqs):
             is_live = seq.epoch == batch.epochs[index]
             if not is_live and not (batch.samples[index] and self._takes_late(seq)):
@@ -194,9 +205,9 @@ class Committer:
             else:
                 new_ids, reason = self._append(seq, new_ids)
             if reason:
-                self._lifecycle.finish(seq, reason, is_valid=index not in errors)
+                ends.append((seq, reason, index not in errors))
             elif is_live and (index < batch.num_prefill_seqs or seq.num_computed >= seq.commit_check):
-                self._manager.commit(seq)
+                due.append(seq)
             if not new_ids and not reason:
                 continue
             self._add_event(result, output, index, seq, len(new_ids), is_first, reason)
@@ -205,6 +216,11 @@ class Committer:
             counts.append(len(new_ids))
         if counts.count(1) == len(counts):
             result.counts = None
+        tell(result)
+        for seq, reason, is_valid in ends:
+            self._lifecycle.finish(seq, reason, is_valid=is_valid)
+        for seq in due:
+            self._manager.commit(seq)
         return result
 
     def _new_ids(self, batch: ScheduledBatch, output: BatchOutput, index: int) -> list[int]:
@@ -233,7 +249,7 @@ class Committer:
                 break
         else:
             reason = ""
-        seq.token_ids += new_ids
+        seq.token_ids.extend(new_ids)
         return new_ids, reason
 
     def _stop_reason(self, seq: Sequence, token: int, length: int) -> str:

@@ -13,14 +13,15 @@ import argparse
 import gc
 import json
 import logging
-import socket
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import zmq
 from tqdm import tqdm
 
 from atom.benchmarks import front_end
@@ -31,7 +32,6 @@ from atom.model_engine.messages import AddRequests, FromEngine, NewRequest, Step
 from atom.model_engine.runner.scripted_worker import ScriptedWorker
 from atom.model_engine.runner.worker import Worker
 from atom.model_engine.scheduling.prefix_hash import hash_prompt, mix_seed
-from atom.runtime.transport import MessageStream
 from atom.sampling_params import SamplingParams
 
 BATCH_SIZES = (1, 32, 256)
@@ -64,20 +64,29 @@ class Loopback:
     """A Unix-domain socket pair: what the engine emits is received and decoded at once, and dropped."""
 
     def __init__(self) -> None:
-        decoder = msgspec.msgpack.Decoder(FromEngine)
-        self._engine, self._front = (MessageStream(end, decoder) for end in socket.socketpair())
+        self._context = zmq.Context()
+        self._folder = tempfile.TemporaryDirectory(prefix="atom-bench-")
+        address = f"ipc://{self._folder.name}/output"
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.bind(address)
+        self._push = self._context.socket(zmq.PUSH)
+        self._push.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self.num_tokens = 0
 
     def emit(self, message: FromEngine) -> None:
-        self._engine.send(message)
-        for received in self._front.receive(1.0):
-            if isinstance(received, StepOutput):
-                np.frombuffer(received.ids, np.int64).tolist()
-                self.num_tokens += len(np.frombuffer(received.token_ids, np.int32).tolist())
+        self._push.send(self._encoder.encode(message))
+        received = self._decoder.decode(self._pull.recv())
+        if isinstance(received, StepOutput):
+            np.frombuffer(received.ids, np.int64).tolist()
+            self.num_tokens += len(np.frombuffer(received.token_ids, np.int32).tolist())
 
     def close(self) -> None:
-        self._engine.close()
-        self._front.close()
+        self._push.close(linger=0)
+        self._pull.close(linger=0)
+        self._context.term()
+        self._folder.cleanup()
 
 
 def measure(

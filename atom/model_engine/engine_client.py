@@ -15,12 +15,7 @@ from atom.runtime.liveness import Health
 
 
 class EngineClient(ABC):
-    """One engine core. ``receive`` is for one thread at a time; the rest may be called from any.
-
-    ``may_change_readers``: whether that may be one thread now and another later.
-    """
-
-    may_change_readers = False
+    """One engine core. ``receive`` is for one thread; ``send`` and ``send_control`` may be called from any."""
 
     @abstractmethod
     def send(self, message: AddRequests) -> None:
@@ -31,13 +26,9 @@ class EngineClient(ABC):
         """Abort, utility or shutdown."""
 
     @abstractmethod
-    def receive(self, timeout_s: float, spin_s: float = 0.0) -> list[FromEngine]:
-        """What the engine has to say; waits up to ``timeout_s`` seconds, for ``spin_s`` of them without sleeping.
-        Raises EngineDeadError once it is gone and everything it said has been received."""
-
-    @abstractmethod
-    def wake(self) -> None:
-        """Let ``receive`` return early."""
+    def receive(self, timeout_s: float) -> list[FromEngine]:
+        """What the engine has to say; waits up to ``timeout_s`` seconds. Raises EngineDeadError once it is gone
+        and everything it said has been received."""
 
     @abstractmethod
     def health(self) -> Health:
@@ -49,8 +40,7 @@ class EngineClient(ABC):
 
 
 class InProcessClient(EngineClient):
-    """Runs the core inside ``receive``: one thread computes, the process stays single. Always the same one: profilers
-    and pools of compute threads are a thread's own.
+    """Runs the core inside ``receive``: one thread computes, the process stays single.
 
     Args:
         make_core: builds and starts the core; given the function that emits messages.
@@ -71,10 +61,7 @@ class InProcessClient(EngineClient):
 
     send_control = send
 
-    def wake(self) -> None:
-        self._wake.set()
-
-    def receive(self, timeout_s: float, spin_s: float = 0.0) -> list[FromEngine]:
+    def receive(self, timeout_s: float) -> list[FromEngine]:
         if self._core is None and not self._stopped:
             self._core = self._start_core()
         core = self._core

@@ -1,4 +1,4 @@
-"""CoreManager: owns the engine process, the connection to it and its liveness page."""
+"""CoreManager: owns the engine process, its sockets and its liveness page."""
 
 import logging
 import os
@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import msgspec
+import zmq
 
 from atom.config import Config
 from atom.errors import EngineDeadError
@@ -17,7 +18,7 @@ from atom.model_engine.engine_process import EngineProcessConfig
 from atom.model_engine.messages import AddRequests, FromEngine, Shutdown, ToEngine
 from atom.runtime.liveness import Health, LivenessPage, ProcessState
 from atom.runtime.process import ChildProcess, stop_children
-from atom.runtime.transport import Listener, MessageStream
+from atom.runtime.transport import FrontSockets
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,13 @@ class CoreManager(EngineClient):
     The process is created by the constructor, so that it imports and loads while its parent does the same.
     """
 
-    may_change_readers = True
-
     def __init__(self, config: Config):
         self._folder = tempfile.mkdtemp(prefix="atom-")  # 0700
         self._page = LivenessPage(os.path.join(self._folder, "liveness0"), create=True)
-        self._listener = Listener(self._folder, 0)
-        self._stream: MessageStream | None = None  # once the engine has connected
+        self._context = zmq.Context()
+        self._sockets = FrontSockets(self._context, self._folder, 0, msgspec.msgpack.Decoder(FromEngine))
+        self._send_lock = threading.Lock()
+        self._connected = False
         self._stopping = False
         self._dead = threading.Event()
         child_config = EngineProcessConfig(config=config.to_dict(), folder=self._folder, index=0)
@@ -54,34 +55,29 @@ class CoreManager(EngineClient):
 
     def _on_exit(self, child: ChildProcess) -> None:
         self._dead.set()
-        self.wake()
 
     def _connect(self) -> None:
         deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-        decoder = msgspec.msgpack.Decoder(FromEngine)
-        while self._stream is None and not self._dead.is_set():
-            self._stream = self._listener.accept(_POLL_S, decoder)
-            if self._stream is None and time.monotonic() > deadline:
+        while not self._connected and not self._dead.is_set():
+            self._connected = self._sockets.connect(_POLL_S)
+            if not self._connected and time.monotonic() > deadline:
                 raise EngineDeadError(f"the engine process did not connect within {_CONNECT_TIMEOUT_S:g} s")
 
     def send(self, message: AddRequests) -> None:
         self._check_alive()
-        self._stream.send(message)
+        with self._send_lock:
+            self._sockets.send(message)
 
     def send_control(self, message: ToEngine) -> None:
         if not self._dead.is_set():
-            self._stream.send(message)
+            self._sockets.send_control(message)
 
-    def wake(self) -> None:
-        if self._stream is not None:
-            self._stream.wake()
-
-    def receive(self, timeout_s: float, spin_s: float = 0.0) -> list[FromEngine]:
-        if self._stream is None:
+    def receive(self, timeout_s: float) -> list[FromEngine]:
+        if not self._connected:
             self._connect()
-        messages = [] if self._stream is None else self._stream.receive(min(timeout_s, _POLL_S), spin_s)
+        messages = self._sockets.receive(min(timeout_s, _POLL_S)) if self._connected else []
         if not messages and self._dead.is_set():
-            messages = [] if self._stream is None else self._stream.receive(0)
+            messages = self._sockets.receive(0) if self._connected else []
             if not messages:
                 self._check_alive()
         return messages
@@ -101,11 +97,10 @@ class CoreManager(EngineClient):
         if self._stopping:
             return
         self._stopping = True
-        if self._stream is not None:
+        if self._connected:
             self.send_control(Shutdown())
         stop_children([self._child], deadline)
-        if self._stream is not None:
-            self._stream.close()
-        self._listener.close()
+        self._sockets.close()
+        self._context.term()
         self._page.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The engine process: ``python -m atom.model_engine.engine_process``, started by CoreManager alone.
 
-The main thread runs everything: it polls its connection, steps the core and sends what came out. One side
+The main thread runs everything: it polls its sockets, steps the core and sends what came out. One side
 thread stamps the heartbeat.
 """
 
@@ -15,11 +15,10 @@ from atom.config import Config
 from atom.errors import AtomError
 from atom.model_engine.messages import Failed, Progress, Shutdown, ToEngine
 from atom.platforms import has_accelerator_node
-from atom.platforms.cpu import has_spare_cpus
 from atom.runtime.liveness import HeartbeatThread, LivenessPage, ProcessState
 from atom.runtime.process import read_child_config, set_process_title
 from atom.runtime.startup_phases import StartupPhases
-from atom.runtime.transport import MessageStream, connect
+from atom.runtime.transport import EngineSockets
 from atom.utils import envs
 from atom.utils.bytecode_cache import keep_bytecode
 from atom.utils.gc_utils import configure_gc, release_library_code, settle_heap, unfreeze_heap
@@ -28,12 +27,8 @@ from atom.utils.torch_imports import lean_torch
 
 logger = init_logger(__name__)
 
-BLOCKED_WAIT_S = 1e-3  # all that is left waits for a transfer: look again soon, but do not spin
-IDLE_WAIT_S = 0.1  # how long an idle engine sleeps in poll; a message wakes it at once
-SPIN_S = (
-    5e-4  # with a device to compute on and cores to spare, so long it looks for what follows without sleeping
-)
-LINGER_S = 4.0  # for the last messages to leave
+BLOCKED_WAIT_MS = 1  # all that is left waits for a transfer: look again soon, but do not spin
+IDLE_WAIT_MS = 100  # how long an idle engine sleeps in poll; a message wakes it at once
 
 
 class EngineProcessConfig(msgspec.Struct):
@@ -56,24 +51,24 @@ def main() -> int:
     page = LivenessPage(os.path.join(settings.folder, f"liveness{settings.index}"))
     heartbeat = HeartbeatThread(page, parent_pid)
     heartbeat.start()
-    stream = connect(settings.folder, settings.index, msgspec.msgpack.Decoder(ToEngine))
+    sockets = EngineSockets(settings.folder, settings.index, msgspec.msgpack.Decoder(ToEngine))
     try:
-        return _serve(Config.from_dict(settings.config), stream, page, phases)
+        return _serve(Config.from_dict(settings.config), sockets, page, phases)
     except AtomError as error:
         logger.error("%s", error)
-        stream.send(Failed(type(error).__name__, str(error)))
+        sockets.send(Failed(type(error).__name__, str(error)))
         return 1
     except Exception as error:
         logger.exception("the engine failed")
-        stream.send(Failed("EngineDeadError", f"{type(error).__name__}: {error}"))
+        sockets.send(Failed("EngineDeadError", f"{type(error).__name__}: {error}"))
         return 1
     finally:
         page.set_state(ProcessState.STOPPING)
-        stream.close(LINGER_S)
+        sockets.close()
         heartbeat.stop()
 
 
-def _serve(config: Config, stream: MessageStream, page: LivenessPage, phases: StartupPhases) -> int:
+def _serve(config: Config, sockets: EngineSockets, page: LivenessPage, phases: StartupPhases) -> int:
     # Imported here: an unreadable configuration is reported before torch is paid for.
     phases.begin("import torch")
     with lean_torch(is_on=_serves_on_cpu(config)):
@@ -85,11 +80,11 @@ def _serve(config: Config, stream: MessageStream, page: LivenessPage, phases: St
         # A device's start calls most of what a CPU's leaves alone: it would only be read again.
         if "torch" in sys.modules and not _may_use_accelerator(config):
             release_library_code(os.path.dirname(sys.modules["torch"].__file__))
-        core = EngineCore(config, stream.send, phases=phases, page=page)
-    core.start(lambda phase, fraction: stream.send(Progress(phase, fraction)), settle=settle_heap)
+        core = EngineCore(config, sockets.send, phases=phases, page=page)
+    core.start(lambda phase, fraction: sockets.send(Progress(phase, fraction)), settle=settle_heap)
     page.set_state(ProcessState.READY)
     try:
-        run_loop(core, stream, SPIN_S if _may_use_accelerator(config) and has_spare_cpus() else 0.0)
+        run_loop(core, sockets)
     finally:
         core.close()
         unfreeze_heap()  # some libraries complain of what outlives the interpreter
@@ -108,28 +103,23 @@ def _may_use_accelerator(config: Config) -> bool:
     return config.device != "cpu" and (config.device != "auto" or has_accelerator_node())
 
 
-def run_loop(core, stream: MessageStream, spin_s: float = 0.0) -> None:
-    """Step until told to stop: drain every queued message, agree with the peers, compute.
-
-    ``spin_s``: so long after it was last busy, it looks for messages without sleeping.
-    """
+def run_loop(core, sockets: EngineSockets) -> None:
+    """Step until told to stop: drain every queued message, agree with the peers, compute."""
     stopping = False
-    is_busy = False
-    wait_s = IDLE_WAIT_S
+    wait_ms = IDLE_WAIT_MS
     while True:
         # Everything queued is taken before a step is scheduled: prompts sent together meet in one step.
-        messages = stream.receive(wait_s, spin_s if is_busy and wait_s == IDLE_WAIT_S else 0.0)
+        messages = sockets.receive(wait_ms)
         for message in messages:
             stopping = stopping or isinstance(message, Shutdown)
             core.handle(message)
         agreement = core.coordinator.agree(core.has_work, stopping)
         if agreement.must_stop:
             return
-        is_busy = bool(messages) or not wait_s
-        has_waited, wait_s = wait_s == IDLE_WAIT_S and not messages, IDLE_WAIT_S
+        has_waited, wait_ms = wait_ms == IDLE_WAIT_MS and not messages, IDLE_WAIT_MS
         if core.has_work:
             did_work = agreement.may_schedule and core.step()
-            wait_s = 0.0 if did_work else BLOCKED_WAIT_S
+            wait_ms = 0 if did_work else BLOCKED_WAIT_MS
         elif has_waited:
             core.rest()
         core.push_metrics_if_due(time.monotonic())

@@ -5,13 +5,14 @@
             print(answer["text"])
 
 It imports no torch: the model lives in the engine process. One output thread reads what the engine says,
-turns it into text and hands it to each request's sink; a caller of ``generate`` may do that itself (``output_reader``).
+turns it into text and hands it to each request's sink.
 """
 
 import asyncio
 import itertools
 import queue
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -35,7 +36,6 @@ from atom.model_engine.messages import (
     Utility,
     UtilityResponse,
 )
-from atom.model_engine.output_reader import OutputReader
 from atom.model_engine.outputs import RequestOutput
 from atom.model_engine.progress import GenerationBar, StartupProgress
 from atom.model_engine.request_state import Sink
@@ -50,7 +50,6 @@ from atom.model_engine.streams import (
 from atom.model_engine.structured.guide_compiler import GuideCompiler, make_vocabulary
 from atom.model_loader.model_files import ModelFiles
 from atom.model_loader.tokenizer import Tokenizer
-from atom.platforms.cpu import has_spare_cpus
 from atom.runtime.histogram import Histogram
 from atom.runtime.liveness import Health
 from atom.sampling_params import SamplingParams
@@ -133,8 +132,8 @@ class LLMEngine:
             self._executor.shutdown(wait=False)
             raise
         logger.info("answers end at token ids %s", sorted(self._io.eos_ids))
-        self._reader = OutputReader(self._client, self._on_message, self._on_death)
-        self._reader.may_spin = self._info.get("device") != "cpu" and has_spare_cpus()
+        self._thread = threading.Thread(target=self._run_output, name="engine-output", daemon=True)
+        self._thread.start()
 
     def _make_client(self, in_process: bool) -> EngineClient:
         if in_process:
@@ -221,7 +220,6 @@ class LLMEngine:
             [prompt], [params], [stream], [request_id], priority, stop_gate, is_bounded=True, guides=[guide]
         )
         self._client.send(message)
-        self._reader.attend()
         return stream
 
     def add_request(
@@ -248,7 +246,6 @@ class LLMEngine:
             for param, callback, request_id in zip(params, callbacks, request_ids, strict=True)
         ]
         self._submit([self._io.tokenize(prompt) for prompt in prompts], params, sinks, request_ids)
-        self._reader.attend()
         return request_ids
 
     def step(self, timeout_s: float = _POLL_S) -> list[RequestOutput]:
@@ -298,12 +295,6 @@ class LLMEngine:
             sinks = [CollectingSink(p.n, on_delta=bar.on_delta, on_end=ended.count_down) for p in params]
             self._submit([self._io.tokenize(prompt) for prompt in prompts], params, sinks, request_ids)
             try:
-                self._reader.read_until(
-                    lambda: not ended.num_left,
-                    lambda: len(self._io.requests) == ended.num_left and not self._utilities,
-                )
-                if ended.num_left:
-                    self._reader.attend()
                 while not ended.wait(_POLL_S):
                     pass  # a timed wait lets Ctrl-C through
             except BaseException:
@@ -350,7 +341,19 @@ class LLMEngine:
     def _next_request_id(self) -> str:
         return f"request-{next(self._request_ids)}"
 
-    # -- what the engine says
+    # -- the output thread
+
+    def _run_output(self) -> None:
+        try:
+            while not self._closing:
+                for message in self._client.receive(_POLL_S):
+                    self._on_message(message)
+        except EngineDeadError as error:
+            if not self._closing:
+                self._on_death(error)
+        except Exception as error:
+            logger.exception("the output thread failed")
+            self._on_death(EngineDeadError(f"the output thread failed: {error}"))
 
     def _on_message(self, message) -> None:
         match message:
@@ -403,7 +406,6 @@ class LLMEngine:
         call_id = next(self._call_ids)
         future = self._utilities[call_id] = Future()
         self._client.send_control(Utility(call_id, command, args))
-        self._reader.attend()
         return future
 
     def start_profile(self) -> None:
@@ -452,7 +454,7 @@ class LLMEngine:
             return
         self._closing = True
         deadline = time.monotonic() + envs.ATOM_SHUTDOWN_TIMEOUT_S
-        self._reader.stop(2 * _POLL_S + envs.ATOM_SHUTDOWN_TIMEOUT_S)
+        self._thread.join(timeout=2 * _POLL_S + envs.ATOM_SHUTDOWN_TIMEOUT_S)
         self._io.fail_all(EngineDeadError("the engine was closed"))
         self._guides.close()
         self._client.stop(deadline)

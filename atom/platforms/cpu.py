@@ -13,7 +13,6 @@ from atom.platforms.interface import Platform, check_feature
 if TYPE_CHECKING:
     import torch
 
-SPARE_CPUS = 8
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUINFO = Path("/proc/cpuinfo")
 _MEMINFO = Path("/proc/meminfo")
@@ -111,11 +110,6 @@ def num_usable_cpus() -> int:
     except (OSError, ValueError):
         pass
     return count
-
-
-def has_spare_cpus() -> bool:
-    """Whether a thread may look for what is due at once without sleeping: nobody is waiting for its core."""
-    return num_usable_cpus() >= SPARE_CPUS
 
 
 @cache

@@ -1,212 +1,126 @@
-"""Messages between the front end and one engine process: one Unix-domain stream socket in a private folder.
+"""Sockets between the front end and one engine process. Unix-domain ZMQ sockets in a private folder.
 
-A message is its length (uint32) and its msgpack bytes. One connection carries everything, so that each side hears
-the other in the order in which it spoke, and a message wakes its reader directly: no thread stands between. Nobody
-waits for the other side to read. What the kernel does not take at once stays here until this side receives again,
-which is all that the engine's loop and the front end's reading thread ever do.
+    input    ROUTER (front end) -> DEALER (engine)   AddRequests; one writer thread, no lock
+    control  ROUTER (front end) -> DEALER (engine)   Abort, Utility, Shutdown; many writers, one lock
+    output   PUSH (engine) -> PULL (front end)       everything else
+
+Input and control are apart because two threads that write multipart messages to one socket interleave
+their frames. The engine has no I/O threads of its own: it polls and sends from its loop.
 """
 
 import logging
-import os
-import select
-import socket
-import struct
 import threading
-import time
-from collections import deque
-from contextlib import suppress
+from collections.abc import Sequence
 
 import msgspec
+import zmq
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<I")
-_READ_BYTES = 1 << 18
-_BUFFER_BYTES = 1 << 22  # asked of the kernel, which gives less as a rule
+_IDENTITY = b"engine"
+_LINGER_MS = 4000
 
 
-class MessageStream:
-    """One end of a connection. ``send`` and ``wake`` are for any thread, the rest for one at a time.
+def _addresses(folder: str, index: int) -> tuple[str, str, str]:
+    return tuple(f"ipc://{folder}/engine{index}-{kind}" for kind in ("input", "control", "output"))
 
-    Args:
-        connection: a connected stream socket, which belongs to this object from now on.
-        decoder: of the messages that arrive; one that it cannot read is dropped, with an error in the log.
-    """
 
-    def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder):
-        connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        self._socket = connection
-        self._decoder = decoder
+class FrontSockets:
+    """The front end's ends for engine ``index``. ``send`` and ``receive`` are each for one thread."""
+
+    def __init__(self, context: zmq.Context, folder: str, index: int, decoder: msgspec.msgpack.Decoder):
+        input_, control, output = _addresses(folder, index)
+        self._input = context.socket(zmq.ROUTER)
+        self._control = context.socket(zmq.ROUTER)
+        self._output = context.socket(zmq.PULL)
+        for socket, address in ((self._input, input_), (self._control, control), (self._output, output)):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.bind(address)
         self._encoder = msgspec.msgpack.Encoder()
-        self._send_lock = threading.Lock()
-        self._frame = bytearray()  # of the message being sent
-        self._unsent: deque[memoryview] = deque()
-        self._is_open = True  # False: the other side has left
-        self._is_closed = False
-        self._chunk = bytearray(_READ_BYTES)
-        self._received = bytearray()  # up to the end of the last message that is not here in full
-        self._wake_end, self._waker = os.pipe()
-        os.set_blocking(self._wake_end, False)
-        os.set_blocking(self._waker, False)
-        self._poll = select.poll()
-        self._poll.register(self._wake_end, select.POLLIN)
-        self._poll.register(connection, select.POLLIN)
+        self._decoder = decoder
+        self._control_lock = threading.Lock()
+        self._unheard = [self._input, self._control]
+
+    def connect(self, timeout_s: float) -> bool:
+        """Whether the engine has connected, waiting up to ``timeout_s`` seconds for each socket.
+
+        Each of its DEALERs sends one empty frame, from which the ROUTER learns the identity.
+        """
+        while self._unheard:
+            if not self._unheard[-1].poll(int(timeout_s * 1000)):
+                return False
+            self._unheard.pop().recv_multipart()
+        return True
 
     def send(self, message: object) -> None:
-        """Hand over a message; never waits. One to a side that has left is dropped."""
-        with self._send_lock:
-            frame = self._frame
-            self._encoder.encode_into(message, frame, _LENGTH.size)
-            _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
-            if self._unsent:
-                self._unsent.append(memoryview(bytes(frame)))
-                return
-            num_sent = self._write(frame)
-            if num_sent == len(frame):
-                return
-            self._unsent.append(memoryview(bytes(frame))[num_sent:])
-        self.wake()  # the reading thread waits for room from now on
+        self._input.send_multipart((_IDENTITY, self._encoder.encode(message)))
 
-    def _write(self, data: bytearray | memoryview) -> int:
-        """Bytes that the kernel took; all where nobody is left to read them."""
-        try:
-            return self._socket.send(data)
-        except BlockingIOError:
-            return 0
-        except OSError:
-            return len(data)
+    def send_control(self, message: object) -> None:
+        with self._control_lock:
+            self._control.send_multipart((_IDENTITY, msgspec.msgpack.encode(message)))
 
-    def _flush(self) -> None:
-        with self._send_lock:
-            while self._unsent:
-                rest = self._unsent[0]
-                num_sent = self._write(rest)
-                if num_sent < len(rest):
-                    self._unsent[0] = rest[num_sent:]
-                    return
-                self._unsent.popleft()
-
-    def wake(self) -> None:
-        """Let ``receive`` return early."""
-        with self._send_lock:
-            if not self._is_closed:
-                with suppress(BlockingIOError):  # it has been told often enough
-                    os.write(self._waker, b"\0")
-
-    def receive(self, timeout_s: float, spin_s: float = 0.0) -> list:
-        """Every message that is here; waits up to ``timeout_s`` seconds for the first, for ``spin_s`` of them without
-        sleeping: a thread that sleeps takes tens of microseconds to be back.
-        """
-        messages = self._read()
-        if spin_s > 0 and not messages:
-            end = time.monotonic() + min(spin_s, timeout_s)
-            while not messages and self._is_open and time.monotonic() < end:
-                messages = self._read()
-        if messages or timeout_s <= 0:
-            return messages
-        end = time.monotonic() + timeout_s
-        while not messages:
-            if not self._wait(end - time.monotonic()):
-                break
-            messages = self._read()
-        return messages
-
-    def _wait(self, timeout_s: float) -> bool:
-        """Whether it is worth reading again; False when the time is over or ``wake`` was called."""
-        if timeout_s <= 0 or self._is_closed:
-            return False
-        if self._is_open:
-            self._poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-        ready = self._poll.poll(timeout_s * 1000)
-        if any(fd == self._wake_end for fd, _ in ready):
-            os.read(self._wake_end, 4096)
-            return False
-        return bool(ready)
-
-    def _read(self) -> list:
-        if self._unsent:
-            self._flush()
-        messages: list = []
-        while self._is_open:
-            try:
-                num_read = self._socket.recv_into(self._chunk)
-            except BlockingIOError:
-                break
-            except OSError:
-                num_read = 0
-            if not num_read:
-                self._is_open = False
-                self._poll.unregister(self._socket)
-                break
-            self._received += memoryview(self._chunk)[:num_read]
-            self._decode(messages)
-            if num_read < _READ_BYTES:
-                break
-        return messages
-
-    def _decode(self, messages: list) -> None:
-        """Take every whole message out of what was received."""
-        at, end = 0, len(self._received)
-        with memoryview(self._received) as received:
-            while end - at >= _LENGTH.size:
-                start = at + _LENGTH.size
-                stop = start + _LENGTH.unpack_from(received, at)[0]
-                if stop > end:
-                    break
-                at = stop
-                try:
-                    messages.append(self._decoder.decode(received[start:stop]))
-                except msgspec.MsgspecError as error:
-                    logger.error("dropped an unreadable message of %d bytes: %s", stop - start, error)
-        del self._received[:at]
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """End the connection; what was sent and not taken is given ``linger_s`` seconds to leave. Idempotent."""
-        if self._is_closed:
-            return
-        end = time.monotonic() + linger_s
-        self._flush()
-        room = select.poll()
-        room.register(self._socket, select.POLLOUT)
-        while self._unsent and (left := end - time.monotonic()) > 0:
-            room.poll(left * 1000)
-            self._flush()
-        with self._send_lock:
-            self._is_open, self._is_closed = False, True
-            self._socket.close()
-            os.close(self._waker)
-            os.close(self._wake_end)
-            self._waker = self._wake_end = -1
-
-
-def _path(folder: str, index: int) -> str:
-    return f"{folder}/engine{index}"
-
-
-class Listener:
-    """Where engine ``index`` finds its front end."""
-
-    def __init__(self, folder: str, index: int):
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(_path(folder, index))
-        self._socket.listen(1)
-
-    def accept(self, timeout_s: float, decoder: msgspec.msgpack.Decoder) -> MessageStream | None:
-        """The engine's connection, waiting up to ``timeout_s`` seconds for it."""
-        self._socket.settimeout(timeout_s)
-        try:
-            connection, _ = self._socket.accept()
-        except TimeoutError:
-            return None
-        return MessageStream(connection, decoder)
+    def receive(self, timeout_s: float) -> list:
+        """Every message that has arrived; waits up to ``timeout_s`` seconds for the first."""
+        if not self._output.poll(int(timeout_s * 1000)):
+            return []
+        return _drain(self._output, self._decoder)
 
     def close(self) -> None:
-        self._socket.close()
+        for socket in (self._input, self._control, self._output):
+            socket.close(linger=0)
 
 
-def connect(folder: str, index: int, decoder: msgspec.msgpack.Decoder) -> MessageStream:
-    """Engine ``index``'s end of its connection; the front end listens already."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(_path(folder, index))
-    return MessageStream(connection, decoder)
+class EngineSockets:
+    """The engine's ends. Everything is called from the engine's loop."""
+
+    def __init__(self, folder: str, index: int, decoder: msgspec.msgpack.Decoder):
+        self._context = zmq.Context()
+        input_, control, output = _addresses(folder, index)
+        self._dealers: Sequence[zmq.Socket] = tuple(self._context.socket(zmq.DEALER) for _ in range(2))
+        for socket, address in zip(self._dealers, (input_, control), strict=True):
+            socket.setsockopt(zmq.IDENTITY, _IDENTITY)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(address)
+            socket.send(b"")
+        self._output = self._context.socket(zmq.PUSH)
+        self._output.setsockopt(zmq.SNDHWM, 0)
+        self._output.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._output.connect(output)
+        self._poller = zmq.Poller()
+        for socket in self._dealers:
+            self._poller.register(socket, zmq.POLLIN)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = decoder
+
+    def receive(self, timeout_ms: int) -> list:
+        """Everything queued on both sockets. With 0 it never waits."""
+        if timeout_ms and not self._poller.poll(timeout_ms):
+            return []
+        messages = []
+        for socket in self._dealers:
+            messages += _drain(socket, self._decoder)
+        return messages
+
+    def send(self, message: object) -> None:
+        self._output.send(self._encoder.encode(message))
+
+    def close(self) -> None:
+        for socket in self._dealers:
+            socket.close(linger=0)
+        self._output.close()
+        self._context.term()
+
+
+def _drain(socket: zmq.Socket, decoder: msgspec.msgpack.Decoder) -> list:
+    messages = []
+    while True:
+        try:
+            frame = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return messages
+        try:
+            messages.append(decoder.decode(frame))
+        except msgspec.MsgspecError as error:
+            logger.error("dropped an unreadable message of %d bytes: %s", len(frame), error)

@@ -18,6 +18,7 @@ PACKAGES: tuple[tuple[str, str | None], ...] = (
     ("torch", None),
     ("numpy", None),
     ("msgspec", None),
+    ("pyzmq", None),
     ("tokenizers", None),
     ("jinja2", None),
     ("xxhash", None),

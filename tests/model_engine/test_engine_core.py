@@ -186,15 +186,15 @@ def test_the_engine_rests_only_after_a_wait_in_which_nothing_came():
     """What rests do would keep the request waiting that follows another at once."""
     from types import SimpleNamespace
 
-    from atom.model_engine.engine_process import IDLE_WAIT_S, run_loop
+    from atom.model_engine.engine_process import IDLE_WAIT_MS, run_loop
     from atom.model_engine.messages import Shutdown
     from atom.model_engine.step_coordinator import NullCoordinator
 
     events = []
     arrivals = iter([["request"], [], [], ["request"], [], [], [], [Shutdown()]])
 
-    def receive(wait_s, spin_s):
-        events.append(wait_s)
+    def receive(wait_ms):
+        events.append(wait_ms)
         return next(arrivals)
 
     def step():
@@ -212,54 +212,18 @@ def test_the_engine_rests_only_after_a_wait_in_which_nothing_came():
     )
     run_loop(core, SimpleNamespace(receive=receive))
     busy = [
-        IDLE_WAIT_S,
+        IDLE_WAIT_MS,
         "step",
         0,
     ]  # a request comes, and afterwards it is looked for the next without waiting
     assert events == [
         *busy,
-        IDLE_WAIT_S,
+        IDLE_WAIT_MS,
         "rest",
         *busy,
-        IDLE_WAIT_S,
+        IDLE_WAIT_MS,
         "rest",
-        IDLE_WAIT_S,
+        IDLE_WAIT_MS,
         "rest",
-        IDLE_WAIT_S,
-    ]
-
-
-def test_the_engine_looks_for_what_follows_before_it_sleeps():
-    from types import SimpleNamespace
-
-    from atom.model_engine.engine_process import IDLE_WAIT_S, run_loop
-    from atom.model_engine.messages import Shutdown
-    from atom.model_engine.step_coordinator import NullCoordinator
-
-    waits = []
-    arrivals = iter([["request"], [], [], [], [Shutdown()]])
-
-    def receive(wait_s, spin_s):
-        waits.append((wait_s, spin_s))
-        return next(arrivals)
-
-    def step():
-        core.has_work = False
-        return True
-
-    core = SimpleNamespace(
-        has_work=False,
-        coordinator=NullCoordinator(),
-        handle=lambda message: setattr(core, "has_work", message == "request"),
-        step=step,
-        rest=lambda: None,
-        push_metrics_if_due=lambda now: None,
-    )
-    run_loop(core, SimpleNamespace(receive=receive), 0.25)
-    assert waits == [
-        (IDLE_WAIT_S, 0.0),
-        (0.0, 0.0),
-        (IDLE_WAIT_S, 0.25),
-        (IDLE_WAIT_S, 0.0),
-        (IDLE_WAIT_S, 0.0),
+        IDLE_WAIT_MS,
     ]

@@ -1,4 +1,4 @@
-"""Child processes, their liveness page and the connection to them."""
+"""Child processes, their liveness page and their sockets."""
 
 import os
 import signal
@@ -7,20 +7,13 @@ import time
 
 import msgspec
 import pytest
+import zmq
 
-from atom.model_engine.messages import (
-    Abort,
-    AddRequests,
-    Failed,
-    FromEngine,
-    Metrics,
-    ToEngine,
-    Utility,
-)
+from atom.model_engine.messages import Abort, AddRequests, FromEngine, Metrics, ToEngine
 from atom.runtime.liveness import HEARTBEAT_LIMIT_S, LivenessPage, ProcessState
 from atom.runtime.process import ChildProcess, stop_children
 from atom.runtime.startup_phases import StartupPhases, format_phases, process_age_s
-from atom.runtime.transport import Listener, MessageStream, connect
+from atom.runtime.transport import EngineSockets, FrontSockets
 
 CHILD = "tests.runtime.child"
 
@@ -92,77 +85,25 @@ def test_a_child_dies_with_its_parent(tmp_path):
     assert not os.path.exists(f"/proc/{grandchild}")
 
 
-@pytest.fixture
-def ends(tmp_path):
-    """The front end's and the engine's end of a connection."""
-    listener = Listener(str(tmp_path), 0)
-    to_engine, from_engine = msgspec.msgpack.Decoder(ToEngine), msgspec.msgpack.Decoder(FromEngine)
-    assert listener.accept(0.01, from_engine) is None
-    engine = connect(str(tmp_path), 0, to_engine)
-    front = listener.accept(5.0, from_engine)
-    yield front, engine
-    for end in (front, engine, listener):
-        end.close()
-
-
-def receive(end: MessageStream, count: int) -> list:
-    messages = []
-    deadline = time.monotonic() + 20
-    while len(messages) < count and time.monotonic() < deadline:
-        messages += end.receive(1.0)
-    return messages
-
-
-def test_messages_arrive_in_order_and_garbage_is_dropped(ends):
-    front, engine = ends
+def test_messages_cross_the_sockets_and_garbage_is_dropped(tmp_path):
+    context = zmq.Context()
+    front = FrontSockets(context, str(tmp_path), 0, msgspec.msgpack.Decoder(FromEngine))
+    assert not front.connect(0.01)
+    engine = EngineSockets(str(tmp_path), 0, msgspec.msgpack.Decoder(ToEngine))
+    while not front.connect(1.0):
+        pass
     front.send(AddRequests([], []))
-    front.send({"not": "a message"})
-    front.send(Abort([3], [-1], ["aborted"]))
-    assert receive(engine, 2) == [AddRequests([], []), Abort([3], [-1], ["aborted"])]
+    front._input.send_multipart((b"engine", b"\xc1 not a message"))
+    front.send_control(Abort([3], [-1], ["aborted"]))
+    received = []
+    while len(received) < 2:
+        received += engine.receive(1000)
+    assert {type(message) for message in received} == {AddRequests, Abort}
     engine.send(Metrics({"x": 1.5}))
     assert front.receive(5.0) == [Metrics({"x": 1.5})]
-    assert front.receive(0.0) == [] == front.receive(0.02)
-
-
-def test_nobody_waits_for_the_other_side_to_read(ends):
-    """Far more than the kernel holds is sent while nobody reads; all of it arrives, by threads of both sides."""
-    front, engine = ends
-    sent = [Utility(i, "x" * 300_000, {}) for i in range(20)]
-    began = time.monotonic()
-    for message in sent:
-        front.send(message)
-    assert time.monotonic() - began < 2  # of copying
-    reader = threading.Thread(target=receive, args=(front, 1))  # what the front end's reading thread does
-    reader.start()
-    late = Utility(20, "late", {})
-    front.send(late)
-    assert receive(engine, 21) == [*sent, late]
-    engine.send(Metrics({}))
-    reader.join(10)
-    assert not reader.is_alive()
-
-
-def test_what_was_sent_last_leaves_before_the_connection_ends(ends):
-    front, engine = ends
-    for i in range(20):
-        engine.send(Failed("EngineDeadError", f"{i}" * 100_000))
-    threading.Thread(target=engine.close, args=(10.0,)).start()
-    assert [message.message[0] for message in receive(front, 20)] == [f"{i}"[0] for i in range(20)]
-
-
-def test_a_wait_ends_when_it_is_told_to_and_takes_its_time_when_the_other_side_has_left(ends):
-    front, engine = ends
-    threading.Timer(0.05, front.wake).start()
-    began = time.monotonic()
-    assert front.receive(10.0) == [] and time.monotonic() - began < 5
-    engine.send(Metrics({}))
     engine.close()
-    assert front.receive(5.0) == [Metrics({})]
-    began, busy = time.monotonic(), time.thread_time()
-    assert front.receive(0.2) == []
-    assert time.monotonic() - began >= 0.19 and time.thread_time() - busy < 0.1
-    front.send(AddRequests([], []))  # nobody is left: no error
-    front.send(AddRequests([], []))
+    front.close()
+    context.term()
 
 
 def test_phases_leave_no_gap():

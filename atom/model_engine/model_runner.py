@@ -443,7 +443,7 @@ class ModelRunner(Worker):
         if advance is None and (head is None or not head.is_advanced):
             sampled_rows = rows if plan.index is None else rows[plan.index]
             tables.advance(rows, context_lens, sampled_rows, sampled.token_ids)
-        handle.sampled = self._readback.start(sampled, None if head is None else head.result_bytes)
+        handle.sampled = self._readback.start(sampled, None if head is None else head.letter)
         handle.logits = None  # the largest tensor of a step; the handle may wait for another one
 
     def wait(self, handle: StepHandle) -> BatchOutput:

@@ -22,6 +22,7 @@ from atom.kernels.reference.sampling import Advance, Draw
 from atom.model_ops import sampler_cpu
 from atom.model_ops.host_copy import start_copy, to_device
 from atom.model_ops.logprobs import LogprobTensors, token_logprobs
+from atom.model_ops.outbox import Letter
 from atom.model_ops.sampler_tables import (
     BANS,
     BIAS,
@@ -100,7 +101,8 @@ class SampleResult:
     token_ids: torch.Tensor  # [n] int64
     is_finite: torch.Tensor  # [n] bool; where False the row alone has failed
     logprobs: LogprobTensors | None = None  # of the rows that asked
-    arrival: torch.cuda.Event | None = None  # when the copies of ``to_host`` have arrived
+    arrival: torch.cuda.Event | None = None  # when what is in host memory has arrived
+    letter: Letter | None = None  # whose tensors these are
 
     def to_host(self) -> "SampleResult":
         """The same in host memory, to be read after :meth:`wait`; starts the copies and returns at once.
@@ -119,6 +121,8 @@ class SampleResult:
         """Return once everything is there."""
         if self.arrival is not None:
             self.arrival.synchronize()
+        if self.letter is not None:
+            self.letter.check()
 
 
 class Sampler:

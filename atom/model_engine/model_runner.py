@@ -436,9 +436,11 @@ class ModelRunner(Worker):
             sampled = SampleResult(head.best_ids, head.is_finite)
         else:
             bans = late_bans(handle.batch) if plan.needs_late_mask else None
+            out = None
             if plan.index is None and self._sampler.ops.ADVANCES:
                 advance = (rows, context_lens, tables.computed, tables.last_token)
-            sampled = self._sampler.sample(handle.logits, plan, bans, masks, advance)
+                out = None if plan.reads_ids else self._readback.room(len(handle.logits))
+            sampled = self._sampler.sample(handle.logits, plan, bans, masks, advance, out)
         stop_timer()
         if advance is None and (head is None or not head.is_advanced):
             sampled_rows = rows if plan.index is None else rows[plan.index]

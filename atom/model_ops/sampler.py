@@ -89,6 +89,11 @@ class SamplingPlan:
         return not self.composition.needs and self.logged_batch is None
 
     @property
+    def reads_ids(self) -> bool:
+        """Whether ids are read on the device once they are sampled."""
+        return bool(self.composition.needs & (PENALTIES | LOGPROBS))
+
+    @property
     def needs_late_mask(self) -> bool:
         """Whether ``late_bans`` must be asked once the step before this one is committed."""
         return bool(self.composition.needs & LATE_BANS)
@@ -254,11 +259,13 @@ class Sampler:
         late_bans: list[tuple[int, int]] | None = None,
         masks: TokenMasks | None = None,
         advance: Advance | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> SampleResult:
         """One id for each row of ``logits`` [n, vocab], which may be overwritten.
 
         ``late_bans`` are (logits row, id) pairs of :func:`late_bans`; ``masks`` are of grammars. ``advance`` is for
-        ``ops`` that heed it (``ADVANCES``): the tables then have taken over the ids.
+        ``ops`` that heed it (``ADVANCES``): the tables then have taken over the ids. Those write ids and flags to
+        ``out``, which nobody reads here if the plan does not (``reads_ids``).
         """
         composition = plan.composition
         logits = logits[:, : self.num_valid_ids]
@@ -276,7 +283,8 @@ class Sampler:
                 elif composition.needs & CHANGES_LOGITS or masks is not None:
                     raw = logits.clone()
             self._change_logits(logits, plan, late_bans, masks)
-        ids, is_finite = self.ops.sample(logits, plan.draw, advance)
+        further = () if out is None else (out,)
+        ids, is_finite = self.ops.sample(logits, plan.draw, advance, *further)
         if composition.penalties is not None:
             own = ids[composition.penalties.index]
             self.tables.penalties.record(composition.slots, composition.host_slots, own)

@@ -120,6 +120,31 @@ def test_a_readback_slot_holds_its_step_until_the_ring_has_gone_round():
     assert third.token_ids.tolist() == [111] and third.is_finite.tolist() == [True]
 
 
+def test_what_was_sampled_into_a_slot_is_not_copied():
+    from atom.benchmarks.instant_device import _Event
+    from atom.model_engine.runner.input_packer import RING_SIZE
+    from atom.model_engine.runner.readback import Readback
+    from atom.model_ops.sampler import SampleResult
+
+    assert Readback(3, torch.device("cpu")).room(2) is None
+    readback = Readback(3, torch.device("cpu"))
+    readback._ring = [(torch.zeros(35, dtype=torch.uint8), _Event()) for _ in range(RING_SIZE)]
+    assert readback.room(0) is None and readback.room(4) is None
+    found = []
+    for number in range(RING_SIZE):
+        room = readback.room(3)
+        assert all(tensor.data_ptr() % 16 == readback._ring[number][0].data_ptr() % 16 for tensor in room)
+        room[0].fill_(number)
+        room[1].fill_(number > 0)
+        found.append(readback.start(SampleResult(*room)))
+        assert found[-1].token_ids is room[0] and found[-1].arrival is not None
+    assert [result.token_ids.tolist() for result in found] == [[0] * 3, [1] * 3, [2] * 3]
+    assert [result.is_finite.tolist() for result in found] == [[False] * 3, [True] * 3, [True] * 3]
+    ids = readback.room(3)[0]
+    other = readback.start(SampleResult(torch.tensor([5, 6, 7]), torch.ones(3, dtype=torch.bool)))
+    assert other.token_ids.data_ptr() == ids.data_ptr() and ids.tolist() == [5, 6, 7], "sampled elsewhere"
+
+
 def test_what_a_step_left_in_host_memory_is_read_there():
     from atom.benchmarks.instant_device import _Event
     from atom.model_engine.runner.readback import Readback

@@ -103,6 +103,10 @@ MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
         Choice("gluon", (1, 8)), Choice("ring", (16, 256, 4, 3, 4, 4)),
         Choice("ring", (32, 256, 4, 3, 4, 4)), Choice("loop", (64, 128, 8, 4, 0)),
     ),
+    (3072, 2048, False): (Choice("gemv", (8, 4)), Choice("loop", (64, 128, 2, 5, 0))),
+    (2048, 2048, False): (Choice("gluon", (4, 4)), Choice("loop", (64, 128, 4, 5, 0))),
+    (8192, 2048, True): (Choice("gluon", (2, 4)), Choice("loop", (64, 128, 1, 5, 0))),
+    (2048, 8192, False): (Choice("gemv", (4, 8)), Choice("loop", (64, 128, 4, 5, 0))),
     (6144, 4096, False): (
         Choice("gemv", (4, 4)), Choice("ring", (8, 512, 1, 8, 4, 4)), Choice("loop", (64, 128, 1, 6, 0)),
     ),

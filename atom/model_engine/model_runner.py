@@ -73,9 +73,7 @@ class StepHandle:
     result: ForwardResult
     plan: SamplingPlan
     logits: torch.Tensor | None = None  # [num sampling sequences, vocab], until sampled
-    head: HeadWork | None = (
-        None  # what a fused decoder made in the same call, instead of logits or beside them
-    )
+    head: HeadWork | None = None  # what a fused decoder made in the same call, beside logits or instead
     sampled: SampleResult | None = None
     prompt_scores: PromptScores | None = None
 
@@ -430,13 +428,12 @@ class ModelRunner(Worker):
             tables.advance(rows, context_lens, rows[:0], rows[:0])
             return
         plan = handle.plan
+        head, advance, out = handle.head, None, None
         stop_timer = self._timer.start("gpu_sample_seconds")
-        head, advance = handle.head, None
         if head is not None:
             sampled = SampleResult(head.best_ids, head.is_finite)
         else:
             bans = late_bans(handle.batch) if plan.needs_late_mask else None
-            out = None
             if plan.index is None and self._sampler.ops.ADVANCES:
                 advance = (rows, context_lens, tables.computed, tables.last_token)
                 out = None if plan.reads_ids else self._readback.room(len(handle.logits))

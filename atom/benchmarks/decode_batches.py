@@ -137,7 +137,7 @@ class Chain:
         """One step, launched as ``FusedCudaDecoder`` does."""
         scaled, x = None, self.x
         for index, (layer, _) in enumerate(self.layers):
-            self.linear(x, layer["qkv"], self.qkv, waits=index > 0, scaled=scaled)
+            self.linear(x, layer["qkv"], self.qkv, is_first=index == 0, scaled=scaled)
             if has_attention:
                 self.attend_layer(index)
             following = self.layers[index + 1][0]["qkv"].norm if index + 1 < len(self.layers) else None

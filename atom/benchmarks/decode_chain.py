@@ -122,6 +122,9 @@ class Replays:
         self.tables.last_token[: self.batch] = self.torch.arange(self.batch, device=self.tables.device) + 11
 
     def run(self) -> None:
+        fused = self.forward.model.fused
+        if fused is not None and fused.outbox is not None:
+            fused.outbox.forget()
         self.forward.req_graph.replay(self.bucket)
 
     def record(self) -> None:

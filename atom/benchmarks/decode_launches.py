@@ -113,6 +113,7 @@ def record_step(
     from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
     from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
     from atom.kernels.triton.fused_attention_launch import DecodeAttention, StepTables
+    from atom.kernels.triton.step_inputs import take_decode
 
     n, hidden, dim = num_tokens, shape.hidden_size, shape.head_dim
     where = f"{shape.name} M={n}"
@@ -127,8 +128,9 @@ def record_step(
         out = empty(n, layer.shape.N)
         if has_norm:
             linear(empty(n, columns), layer, out, scaled=scaled)
-            if part == "qkv":  # of the first layer
-                linear(empty(n, columns), layer, out, waits=False)
+            if part == "qkv":
+                recorder.label += " of the first layer"
+                linear(empty(n, columns), layer, out, is_first=True)
             continue
         next_norm = norm if n > 1 else None
         scaled = linear(empty(n, columns), layer, out, out, next_norm=next_norm, next_x=next_x)
@@ -157,11 +159,13 @@ def record_step(
     rope = tuple(empty(*size, dtype=torch.float32) for size in ((1, dim), (1, dim), (1,)))
     embed(keys, keys, head_layer.weight, rope, empty(n, hidden), *angles, keys)
     moved = (keys, lens, empty(257, dtype=torch.int32), empty(257, **long))
-    choose(keys, keys, empty(n, dtype=torch.bool), moved, uses_pdl)
+    outbox = empty(1, **long), empty(3, n + 1, **long), empty(3, n, dtype=torch.bool)
+    choose(keys, keys, empty(n, dtype=torch.bool), moved, uses_pdl, outbox)
     packed, tables = empty(999, dtype=torch.int32), empty(1, 257, 577, dtype=torch.int32)
     embedding = Embedding(head_layer.weight, rope, empty(n, hidden), *angles, keys)
     for together in (None, embedding):
-        prepare_decode(packed, lens, keys, tables, n, 256, 16, True, together)
+        prepare_decode(packed, lens, keys, tables, n, 256, 16, True, together, uses_pdl)
+    take_decode(packed, packed, tables, n, 1)
 
 
 def launches_of(record: Callable[[Recorder], None]) -> list[Launch]:

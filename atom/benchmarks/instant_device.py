@@ -31,6 +31,7 @@ from atom.model_engine.runner.step_sizes import StepSizes
 from atom.model_engine.runner.worker import ReportProgress
 from atom.model_engine.scheduler import SchedulerConfig
 from atom.model_ops.fused_cuda import FusedCudaDecoder
+from atom.model_ops.outbox import Letter, Outbox
 from atom.model_ops.sampler import Sampler
 
 DEVICE_MS = 3.0  # BusyRunner's step
@@ -52,6 +53,13 @@ class _Tables(DeviceTables):
     """Patches are part of a launch on a device: of a decode step nothing here, of a prefill ``apply_now``."""
 
     apply_now = DeviceTables.apply
+
+    def takes(self, step: PackedStep) -> bool:
+        return not step.num_prefill_seqs
+
+    def take(self, host: torch.Tensor, packed: torch.Tensor, step: PackedStep) -> None:
+        used = 2 * step.running_bs
+        packed.numpy()[:used] = step.buffer[:used]
 
     def apply(self, packed: torch.Tensor, step: PackedStep) -> None:
         return None
@@ -83,6 +91,20 @@ class _Graphs:
         return self._outputs[key]
 
 
+class _Outbox(Outbox):
+    """Every id is 7, and there at once."""
+
+    def __init__(self, room: int):
+        super().__init__(room, _CPU)
+        self.tensors.ids.fill_(7)
+        self.tensors.flags.fill_(True)
+
+    def take(self, num_seqs: int) -> Letter | None:
+        letter = super().take(num_seqs)
+        letter.stamp[0] = letter.number
+        return letter
+
+
 class _Fused(FusedCudaDecoder):
     """Its results are what they were."""
 
@@ -90,11 +112,9 @@ class _Fused(FusedCudaDecoder):
         self.max_tokens = max_tokens
         self.hidden = torch.zeros(max_tokens, _HIDDEN)
         self.logits = torch.zeros(max_tokens, _VOCAB)
-        self._results = torch.zeros(9 * max_tokens, dtype=torch.uint8)
-        self.token_ids = self._results[: 8 * max_tokens].view(torch.int64)
-        self.is_finite = self._results[8 * max_tokens :].view(torch.bool)
-        self.token_ids.fill_(7)
-        self.is_finite.fill_(True)
+        self.token_ids = torch.full((max_tokens,), 7)
+        self.is_finite = torch.ones(max_tokens, dtype=torch.bool)
+        self.outbox = _Outbox(max_tokens)
         self._flags = torch.zeros(2, dtype=torch.int32)
         self._wants_logits, self._num_valid_ids = False, _VOCAB
         self._is_advanced = True

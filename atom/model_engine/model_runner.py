@@ -73,9 +73,7 @@ class StepHandle:
     result: ForwardResult
     plan: SamplingPlan
     logits: torch.Tensor | None = None  # [num sampling sequences, vocab], until sampled
-    head: HeadWork | None = (
-        None  # what a fused decoder made in the same call, instead of logits or beside them
-    )
+    head: HeadWork | None = None  # what a fused decoder made in the same call, beside logits or instead
     sampled: SampleResult | None = None
     prompt_scores: PromptScores | None = None
 
@@ -430,20 +428,21 @@ class ModelRunner(Worker):
             tables.advance(rows, context_lens, rows[:0], rows[:0])
             return
         plan = handle.plan
+        head, advance, out = handle.head, None, None
         stop_timer = self._timer.start("gpu_sample_seconds")
-        head, advance = handle.head, None
         if head is not None:
             sampled = SampleResult(head.best_ids, head.is_finite)
         else:
             bans = late_bans(handle.batch) if plan.needs_late_mask else None
             if plan.index is None and self._sampler.ops.ADVANCES:
                 advance = (rows, context_lens, tables.computed, tables.last_token)
-            sampled = self._sampler.sample(handle.logits, plan, bans, masks, advance)
+                out = None if plan.reads_ids else self._readback.room(len(handle.logits))
+            sampled = self._sampler.sample(handle.logits, plan, bans, masks, advance, out)
         stop_timer()
         if advance is None and (head is None or not head.is_advanced):
             sampled_rows = rows if plan.index is None else rows[plan.index]
             tables.advance(rows, context_lens, sampled_rows, sampled.token_ids)
-        handle.sampled = self._readback.start(sampled, None if head is None else head.result_bytes)
+        handle.sampled = self._readback.start(sampled, None if head is None else head.letter)
         handle.logits = None  # the largest tensor of a step; the handle may wait for another one
 
     def wait(self, handle: StepHandle) -> BatchOutput:

@@ -3,9 +3,10 @@
     RMSNorm + QKV | q/k norm, rotation, cache write, attention | output + residual
     RMSNorm + gate/up + activation | down + residual
 
-around them the embedding with the step's rotations, and the head with its arg-max. Each launch but the first two
-starts while the one before it ends (dependent launch); the kernels keep the order of reads that this asks for.
-Everything lies at fixed addresses and no launch depends on host data, so a recorded graph can hold a step.
+around them the embedding with the step's rotations, and the head with its arg-max. Each launch but the first (with
+several tokens the first two) starts while the one before it ends (dependent launch); the kernels keep the order of
+reads that this asks for. Everything lies at fixed addresses and no launch depends on host data, so a recorded graph can
+hold a step; its last kernel writes the ids into host memory itself (``outbox``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from atom.kernels.triton.fused_attention_launch import AttentionLayer, DecodeAtt
 from atom.model_ops.dense_decoder import DenseDecoder, DenseLayer, FusedDecoder
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.linear import LinearBase
+from atom.model_ops.outbox import Outbox
 from atom.model_ops.rotary_embedding import RotaryEmbedding
 from atom.platforms import Platform
 from atom.utils.forward_context import ForwardContext, HeadWork, get_forward_context
@@ -187,10 +189,8 @@ class FusedCudaDecoder(FusedDecoder):
         self._cos, self._sin = (room(*self._ropes[0].shape) for _ in range(2))
         self.hidden, self.logits = room(hidden_size), room(vocab)
         self._keys = room(dtype=torch.int64)
-        # Ids, then flags: one copy takes both to the host.
-        self._results = torch.zeros(9 * max_tokens, dtype=torch.uint8, device=device)
-        self.token_ids = self._results[: 8 * max_tokens].view(torch.int64)
-        self.is_finite = self._results[8 * max_tokens :].view(torch.bool)
+        self.token_ids, self.is_finite = room(dtype=torch.int64), room(dtype=torch.bool)
+        self.outbox = None if device.type == "cpu" else Outbox(max_tokens, device)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of both, by number of tokens
         self._is_on_host = device.type == "cpu"
         self._flags = torch.tensor([1, vocab], dtype=torch.int32).to(device)
@@ -200,6 +200,8 @@ class FusedCudaDecoder(FusedDecoder):
         self._embedded: torch.Tensor | None = None  # ids of the step under way that prepare embedded
 
     def begin(self, head: HeadWork) -> None:
+        if self.outbox is not None:
+            self.outbox.begin()
         self.want_logits(not head.is_argmax)
         if head.num_valid_ids != self._num_valid_ids:
             self._num_valid_ids = head.num_valid_ids
@@ -216,6 +218,7 @@ class FusedCudaDecoder(FusedDecoder):
             return
         n = len(hidden)
         head.is_done = True
+        letter = None if self.outbox is None else self.outbox.take(n)
         if self._wants_logits:
             head.logits = self.logits[:n]
             return
@@ -224,8 +227,7 @@ class FusedCudaDecoder(FusedDecoder):
         head.best_ids, head.is_finite = self._views[n]
         if self._is_on_host:  # nothing copies them on their way to the host
             head.best_ids, head.is_finite = head.best_ids.clone(), head.is_finite.clone()
-        else:
-            head.result_bytes = self._results
+        head.letter = letter
         head.is_advanced = self._is_advanced
 
     def prepare(
@@ -242,7 +244,7 @@ class FusedCudaDecoder(FusedDecoder):
         if n <= self.max_tokens:
             rooms = (self._x[:n], self._cos[:n], self._sin[:n], self._keys[:n])
             embedding = Embedding(self._table, self._ropes, *rooms, self._embed_scale)
-        inputs = prepare_decode(packed, computed, last_token, tables, n, *options, embedding)
+        inputs = prepare_decode(packed, computed, last_token, tables, n, *options, embedding, self._uses_pdl)
         self._embedded = None if embedding is None else inputs[1]
         return inputs
 
@@ -280,9 +282,9 @@ class FusedCudaDecoder(FusedDecoder):
                 cos,
                 sin,
             )
-            # NOTE: the first one is launched without dependence: behind it, lengths, tables and rotations may be
-            # read before a kernel waits.
-            linear(x, layer.qkv, qkv, waits=index > 0, scaled=scaled)
+            # NOTE: what came before the first one is complete when a kernel behind it starts: lengths, tables and
+            # rotations may be read before a wait.
+            linear(x, layer.qkv, qkv, is_first=index == 0, scaled=scaled)
             self._attention(qkv, layer.attention, cache.k_cache, cache.v_cache, step, attended)
             # Of several tokens, the launch before a norm does its share of it.
             norms = (layer.gate_up.norm, following[index]) if n > 1 else (None, None)
@@ -296,7 +298,11 @@ class FusedCudaDecoder(FusedDecoder):
         if self._advance is not None and metadata.table_rows is not None:
             advance = (metadata.table_rows, metadata.context_lens, *self._advance)
         self._is_advanced = advance is not None
-        choose(keys, self.token_ids[:n], self.is_finite[:n], advance, self._uses_pdl)
+        outbox = None
+        if self.outbox is not None:
+            self.outbox.forget()  # this is no replay: nobody counts it
+            outbox = self.outbox.tensors
+        choose(keys, self.token_ids[:n], self.is_finite[:n], advance, self._uses_pdl, outbox)
         return hidden
 
 

@@ -22,6 +22,7 @@ from atom.kernels.reference.sampling import Advance, Draw
 from atom.model_ops import sampler_cpu
 from atom.model_ops.host_copy import start_copy, to_device
 from atom.model_ops.logprobs import LogprobTensors, token_logprobs
+from atom.model_ops.outbox import Letter
 from atom.model_ops.sampler_tables import (
     BANS,
     BIAS,
@@ -88,6 +89,11 @@ class SamplingPlan:
         return not self.composition.needs and self.logged_batch is None
 
     @property
+    def reads_ids(self) -> bool:
+        """Whether ids are read on the device once they are sampled."""
+        return bool(self.composition.needs & (PENALTIES | LOGPROBS))
+
+    @property
     def needs_late_mask(self) -> bool:
         """Whether ``late_bans`` must be asked once the step before this one is committed."""
         return bool(self.composition.needs & LATE_BANS)
@@ -100,7 +106,8 @@ class SampleResult:
     token_ids: torch.Tensor  # [n] int64
     is_finite: torch.Tensor  # [n] bool; where False the row alone has failed
     logprobs: LogprobTensors | None = None  # of the rows that asked
-    arrival: torch.cuda.Event | None = None  # when the copies of ``to_host`` have arrived
+    arrival: torch.cuda.Event | None = None  # when what is in host memory has arrived
+    letter: Letter | None = None  # whose tensors these are
 
     def to_host(self) -> "SampleResult":
         """The same in host memory, to be read after :meth:`wait`; starts the copies and returns at once.
@@ -119,6 +126,8 @@ class SampleResult:
         """Return once everything is there."""
         if self.arrival is not None:
             self.arrival.synchronize()
+        if self.letter is not None:
+            self.letter.check()
 
 
 class Sampler:
@@ -250,11 +259,13 @@ class Sampler:
         late_bans: list[tuple[int, int]] | None = None,
         masks: TokenMasks | None = None,
         advance: Advance | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> SampleResult:
         """One id for each row of ``logits`` [n, vocab], which may be overwritten.
 
         ``late_bans`` are (logits row, id) pairs of :func:`late_bans`; ``masks`` are of grammars. ``advance`` is for
-        ``ops`` that heed it (``ADVANCES``): the tables then have taken over the ids.
+        ``ops`` that heed it (``ADVANCES``): the tables then have taken over the ids. Those write ids and flags to
+        ``out``, which nobody reads here if the plan does not (``reads_ids``).
         """
         composition = plan.composition
         logits = logits[:, : self.num_valid_ids]
@@ -272,7 +283,8 @@ class Sampler:
                 elif composition.needs & CHANGES_LOGITS or masks is not None:
                     raw = logits.clone()
             self._change_logits(logits, plan, late_bans, masks)
-        ids, is_finite = self.ops.sample(logits, plan.draw, advance)
+        further = () if out is None else (out,)
+        ids, is_finite = self.ops.sample(logits, plan.draw, advance, *further)
         if composition.penalties is not None:
             own = ids[composition.penalties.index]
             self.tables.penalties.record(composition.slots, composition.host_slots, own)

@@ -55,7 +55,7 @@ TABLE: tuple[EnvVar, ...] = (
     *group(
         "Metadata H2D",
         text("ATOM_H2D_BACKEND", "packed",
-             "How a step's inputs reach the device: one packed copy, or one copy an input.",
+             "How a step's inputs reach the device: one packed copy (a decode's read by a launch), or one copy an input.",
              choices=("packed", "direct"), effective=True),
     ),
     *group(

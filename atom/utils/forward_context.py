@@ -118,9 +118,7 @@ class HeadWork:
     is_done: bool = False  # the rest is the result
     best_ids: "torch.Tensor | None" = None  # [num_rows] int64
     is_finite: "torch.Tensor | None" = None  # [num_rows] bool, whether the best logit is
-    result_bytes: "torch.Tensor | None" = (
-        None  # [9 * m] uint8: m ids, then m flags, of which these are the first
-    )
+    letter: Any = None  # ``outbox.Letter``: both in host memory, once the step is done
     logits: "torch.Tensor | None" = None  # [num_rows, vocab_size]
     is_advanced: bool = False  # whether the step's tables hold the ids and lengths already
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from atom.model_ops.outbox import Outbox
 from atom.sampling_params import SamplingParams
 from tests.helpers.core_driver import run_to_the_end
 from tests.helpers.tiny_model import FAMILIES, make_tiny_model
@@ -64,6 +65,21 @@ def test_preemption_changes_nothing(folders):
     tight = run(folders["gemma3"], "cuda", num_kvcache_blocks=12, max_model_len=160)
     assert tight.core.scheduler.stats()["preemptions"] > 0
     assert tight.tokens == roomy.tokens
+
+
+def test_ids_left_in_host_memory_and_ids_that_are_copied_take_turns(folders, monkeypatch):
+    """Steps of one and two sequences are recorded, those of three and four are not."""
+    letters, take = [], Outbox.take
+    monkeypatch.setattr(Outbox, "take", lambda self, n: letters.append(take(self, n)) or letters[-1])
+
+    def answers(**compilation):
+        fields = {"dtype": "bfloat16", "compilation_config": {"level": 0, **compilation}}
+        return run(folders["qwen3"], "cuda", **fields).tokens
+
+    eager = answers(cudagraph_mode="NONE")
+    assert letters and not any(letters), "an eager step is not counted"
+    assert answers(cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)) == eager
+    assert any(letters) and letters[-1] is not None
 
 
 def test_memory_is_planned_from_the_utilization(folders):

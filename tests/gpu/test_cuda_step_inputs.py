@@ -41,8 +41,8 @@ class Side:
         return step, self.publisher.publish(step)
 
     def inputs(self, batch, running_bs=None, running_tokens=None):
-        step, packed = self.publish(batch, running_bs)
-        self.tables.apply(packed, step)
+        step = self.packer.pack(batch, running_bs)
+        packed = self.publisher.deliver(step, self.tables)
         inputs = self.tables.derive(packed, step, PAGE * COLUMNS, running_tokens)
         n = batch.num_seqs
         rows, ids = inputs.rows[:n], torch.arange(n, device=inputs.rows.device)

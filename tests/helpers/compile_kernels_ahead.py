@@ -27,7 +27,7 @@ def record(recorder):
     gemv_rows[(8,)](
         empty(1, 256), None, empty(64, 256), None, None, empty(1, 64), 0.0, 64,
         K=256, RPW=2, BK=256, NW=4, HAS_NORM=False, HAS_BIAS=False, HAS_RESIDUAL=False, ACTIVATION=0, PDL=False,
-        num_warps=4,
+        IS_FIRST=False, num_warps=4,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from atom.kernels.triton.fused_attention_launch import (
     StepTables,
     WarpShape,
 )
+from atom.kernels.triton.step_inputs import take_decode
 from tests.helpers.decode_case import BOUND, DEVICE, HALF, Case, close, error, random
 from tests.helpers.interpreted_gluon import use_gluon_kernels
 
@@ -344,6 +345,46 @@ def test_choosing_moves_the_tables_on():
     choose(keys.to(DEVICE), ids, finite, (rows, lens, computed, last_token))
     assert ids.tolist() == [5, 9] and finite.all()
     assert computed.tolist() == [12, 0, 11, 0] and last_token.tolist() == [9, 0, 5, 0]
+
+
+def test_choosing_leaves_the_ids_in_host_memory():
+    keys = torch.tensor([(0x3F800000 << 32) | (0x7FFFFFFF - 5), (0x7F800000 << 32) | (0x7FFFFFFF - 9)])
+    is_pinned = DEVICE != "cpu"
+    number = torch.tensor([6], device=DEVICE)
+    host_ids = torch.zeros(3, 5, dtype=torch.int64, pin_memory=is_pinned)
+    host_flags = torch.zeros(3, 4, dtype=torch.bool, pin_memory=is_pinned)
+    ids, finite = torch.empty(2, dtype=torch.int64, device=DEVICE), torch.empty(
+        2, dtype=torch.bool, device=DEVICE
+    )
+    for count in (7, 8, 9, 10):
+        choose(keys.to(DEVICE), ids, finite, outbox=(number, host_ids, host_flags))
+        assert number.item() == count  # waits
+        assert host_ids[count % 3].tolist() == [count, 5, 9, 0, 0]
+        assert host_flags[count % 3].tolist() == [True, False, False, False]
+    assert host_ids[:, 0].tolist() == [9, 10, 8]
+
+
+@pytest.mark.parametrize("n", [1, 5, 300])
+def test_a_decode_step_is_read_from_the_hosts_memory(n):
+    groups, columns, rows = 3, 7, 301
+    counts = [0, 4, 2] if n > 1 else [1, 0, 1]
+    tables = torch.zeros(groups, rows, columns, dtype=torch.int32, device=DEVICE)
+    wanted = tables.cpu()
+    order = torch.randperm(rows)
+    patches = [[int(order[i]), i % columns, 100 + i] for i in range(sum(counts))]
+    numbers = iter(patches)
+    for group, count in enumerate(counts):
+        for _ in range(count):
+            row, column, block = next(numbers)
+            wanted[group, row, column] = block
+    header = [0, 3 * n + 2 + groups + 3 * sum(counts), *counts]
+    values = [*range(n), *([1] * n), *([99] * n), *header, *(v for patch in patches for v in patch)]
+    host = torch.tensor(values, dtype=torch.int32)
+    host = host.pin_memory() if DEVICE != "cpu" else host
+    packed = torch.full((len(values),), -1, dtype=torch.int32, device=DEVICE)
+    take_decode(host, packed, tables, n, sum(counts))
+    assert torch.equal(packed[: 2 * n].cpu(), host[: 2 * n]) and (packed[2 * n :] == -1).all()
+    assert torch.equal(tables.cpu(), wanted)
 
 
 def test_embedding_rotations_and_final_norm():

@@ -14,8 +14,8 @@ EARLY = {
     "warp_splits",
     "head_gemv",
 }  # load weights or keys before they wait
-CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:32")
-INDEPENDENT = {"_embed", "_prepare", "_prepare_and_embed"}
+CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:1", "llama-3.2-1b:32")
+INDEPENDENT = {"_embed", "_prepare", "_prepare_and_embed", "_take_decode"}
 
 
 def test_decode_kernels_compile_for_sm_90(tmp_path):
@@ -29,9 +29,13 @@ def test_decode_kernels_compile_for_sm_90(tmp_path):
         ), f"{name} spills {facts['spilled']} bytes"
         assert facts["shared"] <= 227 * 1024, f"{name} wants {facts['shared']} bytes of shared memory"
         if kernel in INDEPENDENT:
+            assert facts["starts_next_first"] == (kernel == "_prepare_and_embed"), name
             continue
         if "launch_pdl" in name:
-            assert facts["waits"] == 1 and facts["starts_next_first"], f"{name} does not wait once, in order"
+            assert facts["waits"] == 1, f"{name} does not wait once"
+            assert facts["starts_next_first"] != (
+                "first layer" in name
+            ), f"{name} lets the next one start too late or soon"
             assert facts["stores_before_wait"] == 0, f"{name} writes before it waits"
         if kernel in EARLY and "launch_pdl" in name:
             assert facts["wide_before_wait"] >= 2, f"{name} loads nothing wide before it waits"

@@ -83,6 +83,8 @@ def test_the_tables_move_on(is_filtered):
     assert computed.tolist() == [20, 0, 0, 30, 0, 0, 10, 0]
     assert torch.equal(last_token[rows], ids) and (last_token == -1).sum() == 5
     assert torch.equal(ids, sampling.sample(logits, draw)[0])
+    out = torch.zeros_like(ids), torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    assert sampling.sample(logits, draw, None, out) is out and torch.equal(out[0], ids) and out[1].all()
 
 
 def test_no_rows_are_no_launch():

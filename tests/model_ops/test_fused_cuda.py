@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,10 +11,11 @@ from atom.kernels.registry import override_kernel
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_ops import fused_cuda
 from atom.model_ops.fused_cuda import FusedCudaDecoder, fused_cuda_decoder, why_not
+from atom.model_ops.outbox import Outbox
 from atom.platforms import get_platform
 from atom.platforms.cuda import CudaPlatform
 from atom.sampling_params import SamplingParams
-from atom.utils.forward_context import Context, ForwardContext
+from atom.utils.forward_context import Context, ForwardContext, HeadWork
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.tiny_model import make_tiny_model
 from tests.models.harness import PagedRunner, load_model
@@ -113,6 +115,24 @@ def test_a_launch_that_prepares_a_step_embeds_it(folders, monkeypatch):
         logits.append(torch.cat(list(runner.step(decode={"a": [5], "b": [6], "c": [7]}).values())))
     assert torch.equal(*logits)
     assert len(embedded) == 1, "the step that was not prepared"
+
+
+def test_a_step_leaves_its_ids_in_host_memory(folders):
+    model = plain_model(folders["qwen3"])
+    model.fused, _ = fused_cuda_decoder(model.dense_decoder(), CPU, max_tokens=8)
+    assert model.fused.outbox is None, "they are there already"
+    model.fused.outbox = outbox = Outbox(8, torch.device("cpu"))
+    runner = PagedRunner(model, block_size=16)
+    runner.step(PROMPTS)
+    for count in (1, 2):
+        ids = runner.step(decode={"a": [5], "c": [7]})
+        best = [int(rows[-1].argmax()) for rows in ids.values()]
+        number, host_ids, flags = outbox.tensors
+        assert number.item() == count and host_ids[count, :3].tolist() == [count, *best]
+        assert flags[count].tolist() == [True] * 2 + [False] * 6
+    head = HeadWork(np.arange(2), 0, True, False)
+    model.fused.finish(head, model.fused.hidden[:2])
+    assert head.is_done and head.letter is None, "the step was no replay, so it is not counted"
 
 
 def test_what_is_not_fused_says_why(folders):

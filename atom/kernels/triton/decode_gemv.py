@@ -36,8 +36,12 @@ def gemv(
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
+    IS_FIRST: tl.constexpr,
 ):
-    """``out = residual + act(weight @ norm(x) + bias)`` for one token; with an activation, ROWS are pairs' halves."""
+    """``out = residual + act(weight @ norm(x) + bias)`` for one token; with an activation, ROWS are pairs' halves.
+
+    IS_FIRST lets no further kernel start before all that came before this one is complete.
+    """
     CHUNKS: tl.constexpr = K // BK
     index = tl.arange(0, ROWS)
     if ACTIVATION:
@@ -56,8 +60,11 @@ def gemv(
         for c in tl.static_range(CHUNKS):
             factors = factors + (tl.load(norm + c * BK + column),)
     if PDL:
-        gdc_launch_dependents()
+        if not IS_FIRST:
+            gdc_launch_dependents()
         gdc_wait()
+        if IS_FIRST:
+            gdc_launch_dependents()
     inputs = ()
     for c in tl.static_range(CHUNKS):
         inputs = inputs + (tl.load(x + c * BK + column).to(tl.float32),)

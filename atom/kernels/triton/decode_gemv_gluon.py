@@ -24,6 +24,7 @@ def gemv_rows(
     HAS_RESIDUAL: gl.constexpr,
     ACTIVATION: gl.constexpr,
     PDL: gl.constexpr,
+    IS_FIRST: gl.constexpr,
 ):
     """As ``decode_gemv.gemv``, with RPW rows of ``out`` a warp."""
     CHUNKS: gl.constexpr = K // BK
@@ -43,8 +44,11 @@ def gemv_rows(
         for c in gl.static_range(CHUNKS):
             factors = factors + (gl.load(norm + c * BK + column),)
     if PDL:
-        gdc_launch_dependents()
+        if not IS_FIRST:
+            gdc_launch_dependents()
         gdc_wait()
+        if IS_FIRST:
+            gdc_launch_dependents()
     if HAS_RESIDUAL:
         before = gl.load(residual + row).to(gl.float32)
     inputs = ()

@@ -103,6 +103,10 @@ MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
         Choice("gluon", (1, 8)), Choice("ring", (16, 256, 4, 3, 4, 4)),
         Choice("ring", (32, 256, 4, 3, 4, 4)), Choice("loop", (64, 128, 8, 4, 0)),
     ),
+    (3072, 2048, False): (Choice("gemv", (8, 4)), Choice("loop", (64, 128, 2, 5, 0))),
+    (2048, 2048, False): (Choice("gluon", (4, 4)), Choice("loop", (64, 128, 4, 5, 0))),
+    (8192, 2048, True): (Choice("gluon", (2, 4)), Choice("loop", (64, 128, 1, 5, 0))),
+    (2048, 8192, False): (Choice("gemv", (4, 8)), Choice("loop", (64, 128, 4, 5, 0))),
     (6144, 4096, False): (
         Choice("gemv", (4, 4)), Choice("ring", (8, 512, 1, 8, 4, 4)), Choice("loop", (64, 128, 1, 6, 0)),
     ),
@@ -312,7 +316,7 @@ class DecodeLinear:
         residual: torch.Tensor | None = None,
         *,
         choice: Choice | None = None,
-        waits: bool = True,
+        is_first: bool = False,
         scaled: Scaled | None = None,
         next_norm: torch.Tensor | None = None,
         next_x: torch.Tensor | None = None,
@@ -323,8 +327,8 @@ class DecodeLinear:
             x: ``[M, K]``, M up to ``MAX_TOKENS``; all tensors contiguous.
             out: ``[M, N]``; may be ``residual``.
             choice: overrides the table.
-            waits: False launches this one kernel without dependence: what the kernels before it wrote is then
-                complete for it and for all that follow.
+            is_first: what the kernels before this one wrote is complete for all kernels behind it. Kernels for one
+                token still load their weights meanwhile, others are launched without dependence.
             scaled: of the launch that wrote ``x``: the layer's norm then is half done.
             next_norm: the norm's weight ``[N]`` of the launch behind; with it ``next_x [M, N]`` is written.
 
@@ -335,10 +339,11 @@ class DecodeLinear:
         shape = layer.shape
         choice = choice or self.choice(shape, num_tokens)
         launch = _LAUNCHES[choice.kernel]
-        uses_pdl = self.uses_pdl and waits
+        uses_pdl = self.uses_pdl
         if choice.kernel in ("gemv", "gluon"):
-            launch(self._workspace, x, layer, out, residual, choice.blocks, shape, uses_pdl)
+            launch(x, layer, out, residual, choice.blocks, shape, uses_pdl, uses_pdl and is_first)
             return None
+        uses_pdl = uses_pdl and not is_first
         launch(
             self._workspace,
             x,
@@ -366,7 +371,7 @@ def _padded(num_tokens: int) -> int:
     return max(16, triton.next_power_of_2(num_tokens))
 
 
-def _launch_gemv(workspace, x, layer, out, residual, blocks, shape, uses_pdl) -> None:
+def _launch_gemv(x, layer, out, residual, blocks, shape, uses_pdl, is_first) -> None:
     rows, warps = blocks
     if shape.activation:
         rows = max(rows, 2)
@@ -374,18 +379,18 @@ def _launch_gemv(workspace, x, layer, out, residual, blocks, shape, uses_pdl) ->
     decode_gemv.gemv[(triton.cdiv(shape.N, per_program),)](
         x, layer.norm, layer.weight, layer.bias, residual, out, layer.eps, shape.N,
         K=shape.K, ROWS=rows, BK=power_of_two_divisor(shape.K, 4096), **layer.flags(residual, uses_pdl),
-        num_warps=warps, **pdl_options(uses_pdl),
+        IS_FIRST=is_first, num_warps=warps, **pdl_options(uses_pdl),
     )  # fmt: skip
 
 
-def _launch_gluon(workspace, x, layer, out, residual, blocks, shape, uses_pdl) -> None:
+def _launch_gluon(x, layer, out, residual, blocks, shape, uses_pdl, is_first) -> None:
     from atom.kernels.triton import decode_gemv_gluon
 
     rows, warps = blocks
     decode_gemv_gluon.gemv_rows[(shape.N // (rows * warps),)](
         x, layer.norm, layer.weight, layer.bias, residual, out, layer.eps, shape.N,
         K=shape.K, RPW=rows, BK=power_of_two_divisor(shape.K, 1024), NW=warps, **layer.flags(residual, uses_pdl),
-        num_warps=warps, **pdl_options(uses_pdl),
+        IS_FIRST=is_first, num_warps=warps, **pdl_options(uses_pdl),
     )  # fmt: skip
 
 

@@ -71,6 +71,7 @@ def prepare_decode(
     block_size: int,
     is_padded: bool,
     embedding: Embedding | None = None,
+    uses_pdl: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Inputs of a step that decodes one token of each of ``n`` sequences, in one launch.
 
@@ -80,6 +81,7 @@ def prepare_decode(
         tables: ``[groups, R + 1, columns]`` int32.
         is_padded: sequences of ``trash_row`` get length and position 0 and slot -1.
         embedding: what :func:`embed` would do next is then done in the same launch.
+        uses_pdl: let the kernel behind that launch begin, up to its wait, while this one runs.
 
     Returns:
         rows, input ids, positions ``[n]`` int64, cu_seqlens ``[n + 1]``, context_lens ``[n]`` int32, slots
@@ -100,7 +102,7 @@ def prepare_decode(
         e = embedding
         _prepare_and_embed[(n,)](
             *arguments, e.table, *e.rope, e.x, e.cos, e.sin, e.keys, e.scale, len(e.table),
-            **options, **_embed_options(e.table, e.rope, e.scale), num_warps=4,
+            **options, **_embed_options(e.table, e.rope, e.scale), PDL=uses_pdl, num_warps=4,
         )  # fmt: skip
     else:
         block = min(128, max(MIN_BLOCK, triton.next_power_of_2(n)))
@@ -129,20 +131,30 @@ def _embed_token(
     DIM: tl.constexpr,
     IS_SCALED: tl.constexpr,
 ):
+    # Everything is asked for before anything is written: a load behind a store would wait for what is stored.
     index = tl.minimum(tl.maximum(index, 0), num_rows - 1)
+    channel = tl.arange(0, DIM)
+    values = ()
     for start in tl.static_range(0, H, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        value = tl.load(table + index * H + column, mask=column < H, other=0.0)
+        values = values + (tl.load(table + index * H + column, mask=column < H, other=0.0),)
+    frequencies, signs, factors = (), (), ()
+    for rope in tl.static_range(ROPES):
+        frequencies = frequencies + (tl.load(inv_freq + rope * DIM + channel),)
+        signs = signs + (tl.load(sign + rope * DIM + channel),)
+        factors = factors + (tl.load(factor + rope),)
+    for chunk in tl.static_range((H + BLOCK - 1) // BLOCK):
+        column = chunk * BLOCK + tl.arange(0, BLOCK)
+        value = values[chunk]
         if IS_SCALED:
             value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
         tl.store(x + token * H + column, value, mask=column < H)
-    channel = tl.arange(0, DIM)
     for rope in tl.static_range(ROPES):
-        angle = position.to(tl.float32) * tl.load(inv_freq + rope * DIM + channel)
+        angle = position.to(tl.float32) * frequencies[rope]
         place = (token * ROPES + rope) * DIM + channel
         # Rounded to the model's dtype, as its own rotation is.
-        tl.store(cos + place, (tl.cos(angle) * tl.load(factor + rope)).to(cos.dtype.element_ty))
-        tl.store(sin + place, (tl.sin(angle) * tl.load(sign + rope * DIM + channel)).to(sin.dtype.element_ty))
+        tl.store(cos + place, (tl.cos(angle) * factors[rope]).to(cos.dtype.element_ty))
+        tl.store(sin + place, (tl.sin(angle) * signs[rope]).to(sin.dtype.element_ty))
     tl.store(keys + token, LOWEST)
 
 
@@ -208,8 +220,11 @@ def _prepare_and_embed(
     ROPES: tl.constexpr,
     DIM: tl.constexpr,
     IS_SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``_prepare`` for one sequence a program, and what ``_embed`` does for its token."""
+    if PDL:  # the kernel behind loads its weights meanwhile
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(packed + token).to(tl.int64)
     query_len = tl.load(packed + n + token)
@@ -217,6 +232,14 @@ def _prepare_and_embed(
     index = tl.load(last_token + row)
     is_live = (row != trash_row) | (not IS_PADDED)
     start = tl.where(is_live, start, 0)
+    slot_of = ()
+    for group in tl.static_range(GROUPS):
+        block = tl.load(tables + group * group_stride + row * table_stride + start // PAGE)
+        slot_of = slot_of + (block.to(tl.int64) * PAGE + start % PAGE,)
+    _embed_token(
+        token, index, start, table, inv_freq, sign, factor, x, cos, sin, keys, scale, num_rows, H, BLOCK, ROPES,
+        DIM, IS_SCALED,
+    )  # fmt: skip
     tl.store(rows + token, row)
     tl.store(input_ids + token, index)
     tl.store(positions + token, start.to(tl.int64))
@@ -224,13 +247,7 @@ def _prepare_and_embed(
     tl.store(cu_seqlens + token, token.to(tl.int32))
     tl.store(cu_seqlens + n, n)
     for group in tl.static_range(GROUPS):
-        block = tl.load(tables + group * group_stride + row * table_stride + start // PAGE)
-        slot = block.to(tl.int64) * PAGE + start % PAGE
-        tl.store(slots + group * slot_stride + token, tl.where(is_live, slot, -1))
-    _embed_token(
-        token, index, start, table, inv_freq, sign, factor, x, cos, sin, keys, scale, num_rows, H, BLOCK, ROPES,
-        DIM, IS_SCALED,
-    )  # fmt: skip
+        tl.store(slots + group * slot_stride + token, tl.where(is_live, slot_of[group], -1))
 
 
 def embed(
@@ -246,8 +263,8 @@ def embed(
 ) -> None:
     """Embedding rows, the rotations of the step's positions, and keys below all others.
 
-    Launched without dependence, as is the kernel behind it: the ones after that may then read what this one
-    writes before they wait.
+    Launched without dependence, and complete before the kernel behind it lets a further one start: the ones after
+    that may then read what this one writes before they wait.
 
     Args:
         input_ids: ``[n]`` int64; positions alike.
@@ -306,7 +323,7 @@ def final_norm(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["room", "n"])
 def _choose(
     keys,
     rows,
@@ -315,13 +332,24 @@ def _choose(
     last_token,
     token_ids,
     is_finite,
+    number,
+    host_ids,  # [SLOTS, room + 1], the step's number first
+    host_flags,  # [SLOTS, room]
+    room,
     n,
     ADVANCES: tl.constexpr,
+    SLOTS: tl.constexpr,  # 0: nothing goes to the host
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
     mask = i < n
+    # Of these none is written behind the step's first kernel.
+    if ADVANCES:
+        row = tl.load(rows + i, mask=mask, other=0)
+        length = tl.load(context_lens + i, mask=mask, other=0)
+    if SLOTS:
+        count = tl.load(number) + 1
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -329,11 +357,18 @@ def _choose(
     token = 0x7FFFFFFF - (key & 0x7FFFFFFF)
     bits = (key >> 32).to(tl.int32)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    flag = (bits & 0x7F800000) != 0x7F800000
+    if SLOTS:  # first: it has the longest way
+        slot = count % SLOTS
+        ids = host_ids + slot * (room + 1)
+        tl.store(ids + 1 + i, token, mask=mask)
+        tl.store(host_flags + slot * room + i, flag, mask=mask)
+        tl.store(ids, count)
+        tl.store(number, count)
     tl.store(token_ids + i, token, mask=mask)
-    tl.store(is_finite + i, (bits & 0x7F800000) != 0x7F800000, mask=mask)
+    tl.store(is_finite + i, flag, mask=mask)
     if ADVANCES:
-        row = tl.load(rows + i, mask=mask, other=0)
-        tl.store(computed + row, tl.load(context_lens + i, mask=mask, other=0), mask=mask)
+        tl.store(computed + row, length, mask=mask)
         tl.store(last_token + row, token, mask=mask)
 
 
@@ -343,18 +378,24 @@ def choose(
     is_finite: torch.Tensor,
     advance: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     uses_pdl: bool = False,
+    outbox: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """The ids that keys stand for, and what the tables then say.
+    """The ids that keys stand for, what the tables then say, and what the host gets.
 
     Args:
         keys: ``[n]`` int64 of the head.
         token_ids: ``[n]`` int64, written; is_finite ``[n]`` bool, whether the best logit is.
         advance: rows ``[n]`` int64 and context lengths ``[n]`` int32 of the step; ``computed`` int32 and
             ``last_token`` int64 of the device tables, which take over the lengths and ids at those rows.
+        outbox: number of steps so far ``[1]`` int64, which is raised; in pinned memory ``[slots, room + 1]`` int64
+            and ``[slots, room]`` bool: slot ``number % slots`` gets the number, the ids and the flags. ``room`` is at
+            least n.
     """
     n = len(keys)
+    number, host_ids, host_flags = outbox or (None, None, None)
+    slots, room = (0, 0) if outbox is None else host_flags.shape
     _choose[(1,)](
-        keys, *(advance or (None, None, None, None))[:4], token_ids, is_finite, n,
-        ADVANCES=advance is not None, BLOCK=max(MIN_BLOCK, triton.next_power_of_2(n)), PDL=uses_pdl, num_warps=1,
-        **pdl_options(uses_pdl),
+        keys, *(advance or (None, None, None, None))[:4], token_ids, is_finite, number, host_ids, host_flags,
+        room, n, ADVANCES=advance is not None, SLOTS=slots, BLOCK=max(MIN_BLOCK, triton.next_power_of_2(n)),
+        PDL=uses_pdl, num_warps=1, **pdl_options(uses_pdl),
     )  # fmt: skip

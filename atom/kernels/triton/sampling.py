@@ -121,7 +121,10 @@ def _pick(
 
 
 def sample(
-    logits: torch.Tensor, draw: Draw | None = None, advance: Advance | None = None
+    logits: torch.Tensor,
+    draw: Draw | None = None,
+    advance: Advance | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference: ids ``[n]`` int64, and ``[n]`` bool, whether each row's best logit is finite.
 
@@ -129,13 +132,17 @@ def sample(
         logits: ``[n, vocab]`` in any float dtype; a row's ids are contiguous.
         draw: None: every row is greedy.
         advance: with it, the tables take over ids and lengths at the rows' own rows.
+        out: what is returned; it is only written, so that it may lie in pinned memory.
     """
     n, num_ids = logits.shape
     device = logits.device
-    ids = torch.empty(n, dtype=torch.int64, device=device)
-    is_finite = torch.empty(n, dtype=torch.bool, device=device)
+    if out is None:
+        out = torch.empty(n, dtype=torch.int64, device=device), torch.empty(
+            n, dtype=torch.bool, device=device
+        )
+    ids, is_finite = out
     if n == 0:
-        return ids, is_finite
+        return out
     tiles = triton.cdiv(num_ids, SPANS * SPAN)
     num_spans = tiles * SPANS
     largest, sums = torch.empty((2, n, num_spans), dtype=torch.float32, device=device)
@@ -154,7 +161,7 @@ def sample(
     )  # fmt: skip
     if has_random and draw.is_filtered:
         pick_filtered(logits, draw, largest, sums, ids, rows, last_token)
-    return ids, is_finite
+    return out
 
 
 @triton.jit(do_not_specialize=["num_ids", "num_words"])

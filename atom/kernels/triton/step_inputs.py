@@ -11,6 +11,7 @@ import triton.language as tl
 TOKENS = 128  # that a program prepares
 SEQS = 32  # that it looks through at a time
 PATCHES = 256  # that it applies at a time
+MOST_TAKEN = 4096  # elements of a step that a launch reads from the host's memory itself
 
 
 @triton.jit
@@ -41,6 +42,40 @@ def _patch_tables(
         count = tl.load(header + 2 + group)
         _patch(at, count, tables + group * group_stride, table_stride, WIDTH)
         at += 3 * count
+
+
+@triton.jit(do_not_specialize=["n", "num_patches"])
+def _take_decode(
+    host,  # in pinned memory
+    packed,
+    tables,  # [GROUPS, rows, columns]
+    n,
+    num_patches,
+    group_stride,
+    table_stride,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    # No load depends on another one: all of them are under way to the host's memory at once.
+    index = tl.arange(0, WIDTH)
+    header = host + 3 * n
+    at = header + 2 + GROUPS
+    for first in range(0, num_patches, WIDTH):
+        number = first + index
+        is_patch = number < num_patches
+        row = tl.load(at + 3 * number, mask=is_patch, other=0).to(tl.int64)
+        column = tl.load(at + 3 * number + 1, mask=is_patch, other=0)
+        block = tl.load(at + 3 * number + 2, mask=is_patch, other=0)
+        table = tl.zeros((WIDTH,), tl.int64)
+        end = 0
+        for group in tl.static_range(GROUPS - 1):
+            end += tl.load(header + 2 + group)
+            table += tl.where(number >= end, group_stride, 0)
+        tl.store(tables + table + row * table_stride + column, block, mask=is_patch)
+    for first in range(0, 2 * n, WIDTH):
+        number = first + index
+        is_used = number < 2 * n
+        tl.store(packed + number, tl.load(host + number, mask=is_used, other=0), mask=is_used)
 
 
 @triton.jit(do_not_specialize=["n", "num_tokens", "slot_stride"])
@@ -123,6 +158,18 @@ def patch_tables(packed: torch.Tensor, tables: torch.Tensor, n: int) -> None:
     """Write the patches of a packed step of ``n`` sequences into ``tables [groups, R + 1, columns]`` int32."""
     _patch_tables[(1,)](
         packed, tables, n, tables.stride(0), tables.stride(1), GROUPS=len(tables), WIDTH=PATCHES, num_warps=4,
+    )  # fmt: skip
+
+
+def take_decode(
+    host: torch.Tensor, packed: torch.Tensor, tables: torch.Tensor, n: int, num_patches: int
+) -> None:
+    """Read a packed decode step of ``n`` sequences from pinned memory: its patches go into ``tables``, its rows and
+    lengths to ``packed``. For as much as the copy engine takes longer to be switched to than to read.
+    """
+    _take_decode[(1,)](
+        host, packed, tables, n, num_patches, tables.stride(0), tables.stride(1), GROUPS=len(tables), WIDTH=PATCHES,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -97,6 +97,22 @@ class DeviceTables:
             start = 2 * step.running_bs
             self.computed[packed[:num_prefill].long()] = packed[start : start + num_prefill]
 
+    def takes(self, step: PackedStep) -> bool:
+        """Whether :meth:`take` can bring such a step to the device: a decode of a few KB."""
+        if not self._prepares or step.num_prefill_seqs:
+            return False
+        from atom.kernels.triton.step_inputs import MOST_TAKEN
+
+        return step.ids_offset <= MOST_TAKEN
+
+    def take(self, host: torch.Tensor, packed: torch.Tensor, step: PackedStep) -> None:
+        """One launch for a decode step that reads ``host``, its buffer in pinned memory: it writes the patches into
+        the tables, and rows and query lengths to ``packed`` on the device.
+        """
+        from atom.kernels.triton.step_inputs import take_decode
+
+        take_decode(host, packed, self._tables, step.running_bs, sum(step.patch_counts))
+
     def derive(
         self, packed: torch.Tensor, step: PackedStep, max_context_len: int, running_tokens: int | None = None
     ) -> StepInputs:

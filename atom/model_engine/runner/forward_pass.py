@@ -195,7 +195,8 @@ class ForwardPass:
         """Launch what writes the new blocks of decode steps; only where nothing runs that is launched."""
         step = self._packer.padding(1, False)
         step.patch_counts = [1] * len(self._groups)
-        self.tables.apply(self._publisher.buffer, step)
+        self._publisher.deliver(step, self.tables)
+        self.tables.apply(self._publisher.buffer, step)  # of steps too large for one launch
 
     def record_request(self) -> None:
         """Record the rehearsed decode step as a request graph."""
@@ -262,8 +263,7 @@ class ForwardPass:
         context_lens: list[int],
         head: HeadWork | None = None,
     ) -> None:
-        packed = self._publisher.publish(step)
-        self.tables.apply(packed, step)
+        packed = self._publisher.deliver(step, self.tables)
         self._live = _LiveStep(step, packed, mode, query_lens, context_lens, head)
 
     def _derive(self) -> StepInputs:

@@ -1,6 +1,8 @@
-"""How a packed step reaches the device: one asynchronous copy from pinned memory to a fixed address."""
+"""How a packed step reaches the device: from pinned memory to a fixed address, read by a launch or copied."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -8,13 +10,19 @@ import torch
 from atom.model_engine.runner.input_packer import RING_SIZE, PackedStep
 from atom.utils import envs
 
+if TYPE_CHECKING:
+    from atom.model_engine.runner.device_tables import DeviceTables
+    from atom.model_engine.runner.host_tables import HostTables
+
 _ROUND = 256  # elements: copies have so few sizes that their views are kept
 
 
 class Publisher:
     """Owns the host ring and the device's buffer. On the CPU a step is read where it was packed.
 
-    ``ATOM_H2D_BACKEND``: ``packed`` copies a step's buffer at once, ``direct`` section by section.
+    ``ATOM_H2D_BACKEND``: ``packed`` lets a launch of a decode step read it from pinned memory (switching to the copy
+    engine and back takes longer than reading a few KB) and copies other steps at once; ``direct`` copies section by
+    section.
     """
 
     def __init__(self, capacity: int, device: torch.device):
@@ -45,8 +53,19 @@ class Publisher:
         if self._device_buffer is not None:
             self._is_read[slot].synchronize()
 
+    def deliver(self, step: PackedStep, tables: DeviceTables | HostTables) -> torch.Tensor:
+        """As :meth:`publish`; and ``tables`` take over what the step changes there."""
+        if self._device_buffer is None or not self._is_packed or not tables.takes(step):
+            packed = self.publish(step)
+            tables.apply(packed, step)
+            return packed
+        if not step.is_repeat:
+            tables.take(self._host[step.slot], self._device_buffer, step)
+            self._is_read[step.slot].record()
+        return self._device_buffer
+
     def publish(self, step: PackedStep) -> torch.Tensor:
-        """The step on the device: an int32 buffer of which the step's length is in use."""
+        """Copy the step to the device: an int32 buffer of which the step's length is in use."""
         host = self._host[step.slot]
         if self._device_buffer is None:
             return host

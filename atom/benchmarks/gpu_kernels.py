@@ -53,6 +53,7 @@ class Heads(NamedTuple):
 
 
 MODELS = {"8B": Heads(32, 8, 128), "0.6B": Heads(16, 8, 128), "1B": Heads(32, 8, 64)}
+GEMMA = Heads(4, 1, 256)
 HIDDEN = {"8B": (4096, 14336), "0.6B": (1024, 3072), "1B": (2048, 8192)}
 PREFILLS = {"2048": [2048], "4096": [4096], "8192": [8192], "16x1024": [1024] * 16}
 VARLEN_SHAPES = [  # of the portable kernel
@@ -307,6 +308,8 @@ def time_flash(
 
 
 def bench_decode(bench: Bench) -> None:
+    for batch in (8, 1):  # whose attention no other kernel serves
+        time_decode(bench, f"decode Gemma 3 1B {batch} x {DECODE_CONTEXT}", GEMMA, batch)
     for model in ("8B", "0.6B", "1B"):
         for batch in (64, 256, 8):
             if not bench.is_over:
@@ -318,6 +321,7 @@ def time_decode(bench: Bench, name: str, heads: Heads, batch: int) -> None:
     pages = make_pages(heads, [DECODE_CONTEXT] * batch, num_layers)
     q = random(batch, heads.q, heads.dim)
     output = torch.empty_like(q)
+    arrivals = torch.zeros(batch * heads.kv, dtype=torch.int32, device=q.device)
     scale = heads.dim**-0.5
     probes = [0, batch - 1]
     wanted = torch.cat(
@@ -326,14 +330,14 @@ def time_decode(bench: Bench, name: str, heads: Heads, batch: int) -> None:
 
     def call(index: int, shape: DecodeShape) -> None:
         decode_attention(
-            q, *pages.caches[index], pages.table, None, pages.lens, output, scale=scale, shape=shape
+            q, *pages.caches[index], pages.table, None, pages.lens, output, arrivals, scale=scale, shape=shape
         )
 
     def measure(shape: DecodeShape) -> float | None:
         def check() -> float:
             output.fill_(float("nan"))
             call(0, shape)
-            return relative_error(output[probes], wanted) + float(output.isnan().any())
+            return relative_error(output[probes], wanted) + float(output.isnan().any() | arrivals.any())
 
         calls = [lambda i=i: call(i, shape) for i in range(num_layers)] * (8 // num_layers)
         return bench.try_variant(f"{name} {tuple(shape)}", check, calls)

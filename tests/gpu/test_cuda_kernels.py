@@ -11,7 +11,7 @@ from atom.kernels.reference import activation, norm, rotary
 from atom.kernels.reference.attention import attend
 from atom.kernels.reference.kv_cache import stored
 from atom.kernels.triton import elementwise
-from atom.kernels.triton.decode_attention import decode_attention
+from atom.kernels.triton.decode_attention import arrival_counters, decode_attention
 from atom.kernels.triton.gated_linear import SHAPE, TALL, launch
 from atom.kernels.triton.kv_cache import write_kv
 from atom.kernels.triton.prefill_table import TORCH
@@ -155,8 +155,50 @@ def test_decode_attention(heads, batch, context):
     scale = HEADS[heads][2] ** -0.5
     wanted = state.wanted(scale=scale)
     output = torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)
-    decode_attention(state.q, *state.cache, state.tables, None, state.lens, output, scale=scale)
+    arrivals = arrival_counters(state.q.device)
+    decode_attention(state.q, *state.cache, state.tables, None, state.lens, output, arrivals, scale=scale)
     assert error_of(output, wanted) < MAX_ERROR
+    assert not arrivals.any()
+
+
+@pytest.mark.parametrize("heads", ["8B", "gemma"])
+@pytest.mark.parametrize("options", [{}, {"window": 600, "soft_cap": 20.0, "sinks": True}], ids=str)
+def test_recorded_decode_steps_add_up_shares_in_their_order(heads, options):
+    """Graphs of two batches share the counters of arrivals; replays equal plain launches bit for bit."""
+    options = dict(options, scale=HEADS[heads][2] ** -0.5)
+    if options.get("sinks"):
+        options["sinks"] = randn(HEADS[heads][0], dtype=torch.float32)
+    arrivals = arrival_counters(torch.device("cuda"))
+    steps = [Step(HEADS[heads], [1] * batch, [1500 - 90 * i for i in range(batch)]) for batch in (1, 12)]
+    wanted = [step.wanted(**options) for step in steps]
+
+    def run(step, output):
+        decode_attention(step.q, *step.cache, step.tables, None, step.lens, output, arrivals, **options)
+        return output
+
+    plain = [run(step, torch.full_like(step.q, float("nan"))) for step in steps]
+    voided = torch.cuda.CUDAGraph()
+    with pytest.raises(ZeroDivisionError), torch.cuda.graph(voided):
+        run(steps[1], torch.empty_like(steps[1].q))
+        raise ZeroDivisionError
+    outputs, graphs = [torch.empty_like(step.q) for step in steps], []
+    for step, output in zip(steps, outputs, strict=True):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for _ in range(3):  # layers of a step
+                run(step, output)
+    for _ in range(20):
+        for graph, output, first, theirs in zip(graphs, outputs, plain, wanted, strict=True):
+            output.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(output, first) and error_of(output, theirs) < MAX_ERROR
+    for length in (1, 33, 700, 0):  # fewer programs have keys than the graphs launch
+        for step in steps:
+            step.lens.fill_(length)
+        for graph, output, step in zip(graphs, outputs, steps, strict=True):
+            graph.replay()
+            assert torch.equal(output, run(step, torch.full_like(step.q, float("nan"))))
+    assert not arrivals.any()
 
 
 @pytest.mark.parametrize("query_lens", [[1] * 5, [400, 3, 1, 60, 200]])
@@ -171,7 +213,10 @@ def test_an_fp8_cache_with_scales(query_lens):
         outputs.append(torch.full_like(state.q, float("nan")))
         options = {"scale": 0.09, "k_scale": k_scale, "v_scale": v_scale}
         if len(query_lens) == state.num_tokens:
-            decode_attention(state.q, *cache, state.tables, None, state.lens, outputs[-1], **options)
+            arrivals = arrival_counters(state.q.device)
+            decode_attention(
+                state.q, *cache, state.tables, None, state.lens, outputs[-1], arrivals, **options
+            )
         else:
             varlen_attention(
                 state.q, state.k, state.v, *cache, state.tables, None, state.cu_seqlens, state.lens, outputs[-1],

@@ -36,7 +36,6 @@ ATTENTION = dict(
     k_scale=None,
     v_scale=None,
 )
-DECODE = dict(ATTENTION, GROUP_PAD=16, TILE=64, SPLITS=4)
 decode_types = dict(
     q=HALF,
     keys=HALF,
@@ -46,7 +45,7 @@ decode_types = dict(
     context_lens="*i32",
     output=HALF,
     partial="*fp32",
-    stats="*fp32",
+    arrivals="*i32",
     scale=F32,
     soft_cap=F32,
     q_token=I32,
@@ -132,6 +131,33 @@ def varlen(dim, group=4, fp8=False, **changes):
     return varlen_attention._varlen, types, constants | changes, options
 
 
+def decode(num_seqs, dim=128, group=4, fp8=False, **changes):
+    """The kernel that such layers get at so many sequences."""
+    constants = dict(ATTENTION, DIM=dim, DIM_PAD=dim, GROUP=group) | changes
+    shape = decode_attention.decode_shape(num_seqs, constants["KV_HEADS"], dim * {"bf16": 2, "fp32": 4}[D])
+    types = dict(decode_types)
+    if shape.splits == 1:
+        constants |= dict(partial=None, arrivals=None)
+    if fp8:
+        types |= dict(keys="*fp8e4nv", values="*fp8e4nv", k_scale="*fp32", v_scale="*fp32")
+        constants |= dict(HAS_SCALES=True)
+        del constants["k_scale"], constants["v_scale"]
+    if constants["HAS_SINKS"]:
+        types |= dict(sinks="*fp32")
+        del constants["sinks"]
+    types = {n: t for n, t in types.items() if n not in constants}
+    members = triton.next_power_of_2(group)
+    constants |= dict(
+        GROUP_PAD=max(16, members),
+        MEMBERS=members,
+        TILE=shape.keys,
+        SPLITS=shape.splits,
+        AHEAD=decode_attention.shares_ahead(members * dim, shape.splits),
+    )
+    options = dict(num_warps=shape.num_warps, num_stages=shape.num_stages)
+    return decode_attention._decode, types, constants, options
+
+
 CASES = {
     "write_kv": (
         kv_cache._write_kv,
@@ -149,18 +175,8 @@ CASES = {
         dict(NUM_HEADS=8, PAGE=16, DIM=128, HEADS_PAD=8, DIM_PAD=128),
         dict(num_warps=4),
     ),
-    "decode": (
-        decode_attention._decode,
-        decode_types,
-        DECODE,
-        dict(num_warps=4, num_stages=3),
-    ),
-    "combine": (
-        decode_attention._combine,
-        dict(partial="*fp32", stats="*fp32", context_lens="*i32", output=HALF),
-        dict(sinks=None, HAS_SINKS=False, NUM_HEADS=32, DIM=128, DIM_PAD=128, SPLITS=4),
-        dict(num_warps=1),
-    ),
+    "decode": decode(16),
+    "decode_many": decode(256),
     "varlen": varlen(128),
     "varlen_64": varlen(64),
     "plan": (
@@ -228,12 +244,10 @@ CASES |= {
     "pick_kept": sampler(sampling_filter._pick_kept, sampling_filter._NUM_WARPS, ADVANCES=True),
 }
 if D == "bf16":
-    CASES["decode_gemma"] = (
-        decode_attention._decode,
-        decode_types,
-        dict(DECODE, DIM=256, DIM_PAD=256, KV_HEADS=1, WINDOW=512, TILE=32),
-        dict(num_warps=4, num_stages=2),
-    )
+    CASES["decode_gemma"] = decode(1, 256, KV_HEADS=1, WINDOW=512, HAS_SOFT_CAP=True)
+    CASES["decode_sinks"] = decode(1, 64, 8, HAS_SINKS=True, WINDOW=128)
+    CASES["decode_fp8"] = decode(8, fp8=True)
+    CASES["decode_mqa"] = decode(8, 64, 71, KV_HEADS=1)
     CASES["varlen_gemma"] = varlen(256, KV_HEADS=1, WINDOW=512)
     CASES["varlen_fp8"] = varlen(128, fp8=True)
     tables = dict(packed="*i32", tables="*i32", n=I32, group_stride=I32, table_stride=I32)

@@ -83,7 +83,8 @@ def launches(model, n, is_sm90):
 
 def main():
     driver.set_active(TargetDriver(KernelTarget("cuda", 90, 32)))
-    # What looks at values, which meta tensors have not, and at host memory of a device.
+    # What looks at values, which meta tensors have not, at host memory of a device, and at the device.
+    CudaPlatform.architecture = lambda self: "sm_90"
     zeros = torch.zeros
     torch.zeros = lambda *size, pin_memory=False, **options: zeros(*size, **options)
     fused_cuda._rope_tables = lambda ropes: (empty(1, 64), empty(1, 64), empty(1))

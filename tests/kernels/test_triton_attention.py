@@ -73,7 +73,9 @@ def run_both(spec, step, sinks=None, block=BLOCK):
     for backend in (TritonAttention, ReferenceAttention):
         cache = [c.clone() for c in first]
         output = torch.full(q.shape, float("nan"), dtype=q.dtype, device=DEVICE)
-        backend(spec, sinks).forward(q, k, v, *cache, step, output)
+        with torch.device(DEVICE):
+            layer = backend(spec, sinks)
+        layer.forward(q, k, v, *cache, step, output)
         outputs.append(output)
         caches.append(cache)
     assert torch.equal(caches[0][0], caches[1][0]) and torch.equal(caches[0][1], caches[1][1])
@@ -124,33 +126,88 @@ def test_shapes_of_models_in_half_precision(step, head_dim, block, kv_heads):
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 16])
-def test_the_number_of_splits_changes_only_roundings(splits):
-    spec, step = make_spec(), make_step(*STEPS["decode_batch"])
-    q = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    cache = [
-        torch.randn(NUM_BLOCKS, 2, BLOCK, 16, generator=torch.Generator().manual_seed(i)).to(DEVICE)
-        for i in range(2)
-    ]
-    outputs = [torch.empty_like(q) for _ in range(2)]
-    for output, count in zip(outputs, (splits, 4), strict=True):
+VARIANTS = {
+    "plain": {},
+    "window": {"window": 57},
+    "soft cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, 4.0])},
+    "scales": {"k_scale": torch.tensor([0.25]), "v_scale": torch.tensor([3.0])},
+}
+
+
+class Decode:
+    """Sequences of up to 150 keys, of 3 query heads of 24 channels a kv head, and what one program a head finds."""
+
+    def __init__(self, variant):
+        self.step = make_step(*STEPS["decode_batch"])
+        self.step.context_lens[1] = 0
+        generator = torch.Generator().manual_seed(2)
+        self.q = torch.randn(5, 6, 24, generator=generator).to(DEVICE)
+        self.cache = [torch.randn(NUM_BLOCKS, 2, BLOCK, 24, generator=generator).to(DEVICE) for _ in range(2)]
+        self.options = {"scale": 0.3} | {
+            name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+            for name, value in VARIANTS[variant].items()
+        }
+        self.arrivals = decode_attention.arrival_counters(torch.device(DEVICE))
+        self.whole = self.run(1)
+
+    def run(self, splits):
+        output = torch.full_like(self.q, float("nan"))
         decode_attention.decode_attention(
-            q,
-            *cache,
-            step.block_tables,
-            None,
-            step.context_lens,
-            output,
-            scale=spec.scale,
-            shape=DecodeShape(count, 64, 4, 2),
+            self.q, *self.cache, self.step.block_tables, None, self.step.context_lens, output, self.arrivals,
+            shape=DecodeShape(splits, 16, 4, 2), **self.options,
+        )  # fmt: skip
+        assert not self.arrivals.any(), "the next launch counts from zero"
+        return output
+
+
+@pytest.fixture
+def poisoned_workspace(monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, float("nan"), **options))
+
+
+@pytest.mark.parametrize("splits", [2, 4, 16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_number_of_splits_changes_only_roundings(variant, splits, poisoned_workspace):
+    case = Decode(variant)
+    found = case.run(splits)
+    torch.testing.assert_close(found, case.whole, rtol=1e-5, atol=1e-6)
+    assert not found[1].any(), "a sequence without keys"
+    assert torch.equal(case.run(splits), found)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there programs arrive as they like")
+def test_shares_are_added_up_in_their_order_whichever_comes_last(monkeypatch):
+    from triton.runtime.interpreter import interpreter_builder
+
+    case = Decode("sinks")
+    found, set_index = case.run(16), interpreter_builder.set_grid_idx
+    for order in ((7, 3), (15, 0), (1, 5)):
+        factor, shift = order
+        monkeypatch.setattr(
+            interpreter_builder,
+            "set_grid_idx",
+            lambda x, y, z, factor=factor, shift=shift: set_index(x, y, (factor * z + shift) % 16),
         )
-    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+        assert torch.equal(case.run(16), found)
 
 
 def test_splits_follow_the_shape_alone():
     assert decode_attention.num_splits(1, 8) == 16
     assert decode_attention.num_splits(16, 8) == 4
     assert decode_attention.num_splits(64, 8) == 1
+    for kv_heads in (1, 2, 8, 71, 200):
+        for num_seqs in range(1, 300):
+            if decode_attention.num_splits(num_seqs, kv_heads) > 1:
+                assert num_seqs * kv_heads <= decode_attention.NUM_ARRIVALS
+
+
+def test_too_few_counters_of_arrivals_are_refused():
+    case = Decode("plain")
+    case.arrivals = case.arrivals[:9]
+    assert torch.equal(case.run(1), case.whole), "one program a head counts nothing"
+    with pytest.raises(ValueError, match="5 sequences of 2 kv heads in 2 splits need 10 arrivals, .* 9"):
+        case.run(2)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -268,8 +325,9 @@ def test_cached_keys_and_values_have_scales(query_lens):
         options = {"scale": 0.4, "k_scale": k_scale, "v_scale": v_scale}
         if num_tokens == len(query_lens):
             decode_attention.decode_attention(
-                q, *own, step.block_tables, None, step.context_lens, outputs[-1], **options
-            )
+                q, *own, step.block_tables, None, step.context_lens, outputs[-1],
+                decode_attention.arrival_counters(q.device), **options,
+            )  # fmt: skip
         else:
             varlen_attention(
                 q, k, v, *own, step.block_tables, None, step.cu_seqlens_q, step.context_lens, outputs[-1], **options

@@ -22,3 +22,13 @@ def test_sampling_compiles_for_every_kind_of_argument(tmp_path):
     found = json_of("compile_sampling_for_sm90.py", tmp_path)
     assert found["kernels"] == ["_mask", "_measure_spans", "_narrow", "_pick", "_pick_kept"]
     assert found["launches"] == 16 and found["failures"] == []
+
+
+def test_attention_of_a_decode_step_is_two_launches(tmp_path):
+    """Norms, rotation and cache write, then attention: splits of the keys are added up by the launch that made them."""
+    splits = set()
+    for layer, steps in json_of("count_attention_launches.py", tmp_path).items():
+        for batch, launches in steps.items():
+            assert [name for name, _ in launches] == ["_rotate_and_write", "_decode"], (layer, batch)
+            splits.add(launches[1][1][2])
+    assert splits == {1, 4, 8, 16}

@@ -1,8 +1,8 @@
 """Attention of one query token a sequence over the paged cache.
 
 A program has one sequence, one kv head and one split of its keys; the query heads of the kv head are the rows of one
-tile. Splits exist so that few sequences fill the device; a second kernel adds them up in their order, so that
-results do not depend on timing.
+tile. Splits exist so that few sequences fill the device; the last program of a kv head to arrive adds them up, in the
+same launch (see ``attention_parts``).
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom.kernels.triton.attention_parts import LOG2_E, NEVER, load_pages, take_tile
+from atom.kernels.triton.attention_parts import LOG2_E, NEVER, add_shares, arrive, load_pages, take_tile
 
 
 class DecodeShape(NamedTuple):
@@ -25,6 +25,31 @@ class DecodeShape(NamedTuple):
 
 SPLITS = (16, 8, 4)  # few choices: each is a kernel to compile
 MAX_PROGRAMS = 528  # four for each of 132 multiprocessors
+NUM_ARRIVALS = MAX_PROGRAMS // SPLITS[-1]  # kv heads of all sequences of a step whose keys are split
+
+
+@triton.jit
+def _write(
+    best,  # [M]
+    total,  # [M]
+    acc,  # [M, DIM_PAD]
+    sinks,  # of the kv head's first query head on
+    output,  # alike
+    context_len,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Write what a kv head's query heads have gathered."""
+    member = tl.arange(0, acc.shape[0])
+    dim = tl.arange(0, acc.shape[1])
+    is_head = member < GROUP
+    if HAS_SINKS:
+        sink = tl.load(sinks + member, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
+        total += tl.where(context_len > 0, tl.exp2(sink - best), 0.0)
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    target = output + member[:, None] * DIM + dim[None, :]
+    tl.store(target, acc.to(output.dtype.element_ty), mask=is_head[:, None] & (dim < DIM)[None, :])
 
 
 @triton.jit
@@ -38,7 +63,7 @@ def _decode(
     sinks,
     output,
     partial,
-    stats,
+    arrivals,
     k_scale,
     v_scale,
     scale,
@@ -59,6 +84,8 @@ def _decode(
     DIM_PAD: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    MEMBERS: tl.constexpr,  # GROUP, padded
+    AHEAD: tl.constexpr,  # shares that are loaded together
 ):
     head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
@@ -68,6 +95,11 @@ def _decode(
     if WINDOW > 0:
         first = tl.maximum(context_len - WINDOW, 0)
     share = tl.cdiv(tl.cdiv(context_len - first, SPLITS), TILE) * TILE
+    if SPLITS > 1:
+        share = tl.maximum(share, TILE)
+        num_shares = tl.maximum(tl.cdiv(context_len - first, share), 1)
+        if split >= num_shares:
+            return
     start = first + split * share
     stop = tl.minimum(start + share, context_len)
     table_row = seq
@@ -94,56 +126,38 @@ def _decode(
             tile, best, total, acc, k.to(tile.dtype), v.to(tile.dtype), (token < stop)[None, :], key_scale,
             soft_cap, value_scale, True, HAS_SOFT_CAP, HAS_SCALES,
         )  # fmt: skip
-    if SPLITS == 1:
-        if HAS_SINKS:
-            sink = tl.load(sinks + q_head_index, mask=member < GROUP, other=0.0) * LOG2_E
-            total += tl.where(context_len > 0, tl.exp2(sink - best), 0.0)
-        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        target = output + (seq * KV_HEADS * GROUP + q_head_index)[:, None] * DIM + dim[None, :]
-        tl.store(target, acc.to(output.dtype.element_ty), mask=q_mask)
-    else:
-        base = (seq * KV_HEADS * GROUP + q_head_index) * SPLITS + split
-        tl.store(partial + base[:, None] * DIM_PAD + dim[None, :], acc, mask=(member < GROUP)[:, None])
-        tl.store(stats + base * 2, best, mask=member < GROUP)
-        tl.store(stats + base * 2 + 1, total, mask=member < GROUP)
-
-
-@triton.jit
-def _combine(
-    partial,
-    stats,
-    context_lens,
-    sinks,
-    output,
-    HAS_SINKS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    seq = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    split = tl.arange(0, SPLITS)
-    dim = tl.arange(0, DIM_PAD)
-    base = (seq * NUM_HEADS + head) * SPLITS + split
-    best = tl.load(stats + base * 2)
-    total = tl.load(stats + base * 2 + 1)
-    overall = tl.max(best, 0)
-    weight = tl.exp2(best - overall)
-    acc = tl.load(partial + base[:, None] * DIM_PAD + dim[None, :])
-    summed = tl.sum(acc * weight[:, None], 0)
-    denominator = tl.sum(total * weight, 0)
     if HAS_SINKS:
-        sink = tl.load(sinks + head) * LOG2_E
-        denominator += tl.where(tl.load(context_lens + seq) > 0, tl.exp2(sink - overall), 0.0)
-    result = summed / tl.where(denominator > 0.0, denominator, 1.0)
-    target = output + (seq * NUM_HEADS + head) * DIM + dim
-    tl.store(target, result.to(output.dtype.element_ty), mask=dim < DIM)
+        sinks += head * GROUP
+    q_row = (seq * KV_HEADS + head) * GROUP
+    output += q_row * DIM
+    if SPLITS == 1 or num_shares == 1:
+        _write(best, total, acc, sinks, output, context_len, GROUP, DIM, HAS_SINKS)
+    else:
+        stats = partial + tl.num_programs(1).to(tl.int64) * (KV_HEADS * GROUP * SPLITS * DIM_PAD)
+        counter = arrivals + seq * KV_HEADS + head
+        row = q_row * SPLITS + split * GROUP + member
+        if arrive(best, total, acc, partial, stats, counter, row, member < GROUP, num_shares, DIM_PAD):
+            few = tl.arange(0, MEMBERS)
+            first_row = q_row * SPLITS + few
+            peak, weight, values_sum = add_shares(
+                partial, stats, first_row, few < GROUP, num_shares, MEMBERS, DIM_PAD, GROUP, AHEAD
+            )
+            _write(peak, weight, values_sum, sinks, output, context_len, GROUP, DIM, HAS_SINKS)
 
 
 def num_splits(num_seqs: int, num_kv_heads: int) -> int:
     """Splits of a sequence's keys. They depend on shapes alone, so that a graph can hold them."""
     return next((n for n in SPLITS if num_seqs * num_kv_heads * n <= MAX_PROGRAMS), 1)
+
+
+def shares_ahead(share_size: int, splits: int) -> int:
+    """Shares of so many numbers that are loaded together: up to 64 numbers a thread of four warps."""
+    return max(1, min(splits, 8, 8192 // share_size))
+
+
+def arrival_counters(device: torch.device) -> torch.Tensor:
+    """``[NUM_ARRIVALS]`` int32 zeros: enough for any launch whose shape is chosen here."""
+    return torch.zeros(NUM_ARRIVALS, dtype=torch.int32, device=device)
 
 
 def decode_shape(num_seqs: int, num_kv_heads: int, row_bytes: int) -> DecodeShape:
@@ -165,6 +179,7 @@ def decode_attention(
     table_rows: torch.Tensor | None,
     context_lens: torch.Tensor,
     output: torch.Tensor,
+    arrivals: torch.Tensor,
     *,
     scale: float,
     window: int | None = None,
@@ -183,8 +198,12 @@ def decode_attention(
         table_rows: ``[num_seqs]`` int64, each sequence's row; None: sequence i has row i.
         context_lens: ``[num_seqs]`` int32, keys of each sequence; 0 yields zeros.
         output: ``[num_seqs, num_heads, head_dim]``, contiguous.
+        arrivals: of ``arrival_counters``, left as they were; launches that may run side by side need their own.
         k_scale: ``[1]`` fp32, what a cached key is multiplied by; ``v_scale`` alike. None: 1.
         shape: how the kernel is built; None chooses.
+
+    Raises:
+        ValueError: keys are split, and ``arrivals`` has too few counters for the kv heads of all sequences.
     """
     num_seqs, num_heads, dim = q.shape
     num_kv_heads, page = keys.shape[1:3]
@@ -192,12 +211,16 @@ def decode_attention(
     shape = shape or decode_shape(num_seqs, num_kv_heads, dim_pad * q.element_size())
     splits = shape.splits
     group = num_heads // num_kv_heads
-    partial = stats = output
+    members = triton.next_power_of_2(group)
+    partial = None
     if splits > 1:
-        size = num_seqs * num_heads * splits
-        partial = torch.empty(size * dim_pad, dtype=torch.float32, device=q.device)
-        stats = torch.empty(size * 2, dtype=torch.float32, device=q.device)
-    has_sinks = sinks is not None
+        if num_seqs * num_kv_heads > len(arrivals):
+            raise ValueError(
+                f"{num_seqs} sequences of {num_kv_heads} kv heads in {splits} splits need "
+                f"{num_seqs * num_kv_heads} arrivals, more than {len(arrivals)}"
+            )
+        num_rows = num_seqs * num_heads * splits
+        partial = torch.empty(num_rows * (dim_pad + 2), dtype=torch.float32, device=q.device)
     _decode[(num_kv_heads, num_seqs, splits)](
         q,
         keys,
@@ -208,7 +231,7 @@ def decode_attention(
         sinks,
         output,
         partial,
-        stats,
+        arrivals if splits > 1 else None,
         k_scale,
         v_scale,
         scale,
@@ -217,32 +240,20 @@ def decode_attention(
         q.stride(1),
         block_tables.stride(0),
         HAS_ROWS=table_rows is not None,
-        HAS_SINKS=has_sinks,
+        HAS_SINKS=sinks is not None,
         HAS_SOFT_CAP=soft_cap is not None,
         HAS_SCALES=k_scale is not None,
         WINDOW=window or 0,
         KV_HEADS=num_kv_heads,
         GROUP=group,
-        GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        GROUP_PAD=max(16, members),
         PAGE=page,
         DIM=dim,
         DIM_PAD=dim_pad,
         TILE=shape.keys,
         SPLITS=splits,
+        MEMBERS=members,
+        AHEAD=shares_ahead(members * dim_pad, splits),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
-    if splits > 1:
-        _combine[(num_seqs, num_heads)](
-            partial,
-            stats,
-            context_lens,
-            sinks,
-            output,
-            HAS_SINKS=has_sinks,
-            NUM_HEADS=num_heads,
-            DIM=dim,
-            DIM_PAD=dim_pad,
-            SPLITS=splits,
-            num_warps=1,
-        )

@@ -5,50 +5,37 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 
 import triton
 
-from atom.errors import ConfigError
 from atom.kernels.triton.decode_linear import Choice, LinearShape
-from atom.utils.cache_folder import cache_root, check_private, write_aside
-from atom.utils.logging import init_logger
-
-logger = init_logger(__name__)
+from atom.kernels.triton.measured_table import Rows, read_rows, table_path, write_rows
 
 Table = dict[tuple[LinearShape, int], Choice]
-_FOLDER = "decode_tables"
 
 
 def load_table(architecture: str) -> Table:
     """The table of ``architecture`` (``sm_90``); empty where none was measured, or what is there is not one."""
-    path = cache_root() / _FOLDER / _name(architecture)
-    if not path.exists():
-        return {}
-    try:
-        check_private(path.parent, must_exist=True)
-        entries = json.loads(path.read_text())
-        return {
-            (LinearShape(int(n), int(k), int(act)), int(tokens)): Choice(str(kernel), tuple(map(int, blocks)))
-            for n, k, act, tokens, kernel, blocks in entries
-        }
-    except (OSError, ValueError, TypeError, ConfigError) as error:
-        logger.warning("the table of measured kernels %s is not used: %s", path, error)
-        return {}
+    return read_rows(_path(architecture), _parse)
 
 
 def save_table(architecture: str, table: Table) -> str:
     """Add ``table`` to what is on disk; returns the file's path."""
-    folder = check_private(cache_root() / _FOLDER)
     merged = load_table(architecture) | table
-    entries = [
+    rows = [
         [shape.N, shape.K, shape.activation, tokens, choice.kernel, list(choice.blocks)]
         for (shape, tokens), choice in sorted(merged.items(), key=lambda item: str(item[0]))
     ]
-    path = folder / _name(architecture)
-    write_aside(path, json.dumps(entries, indent=0))
-    return str(path)
+    return write_rows(_path(architecture), rows)
 
 
-def _name(architecture: str) -> str:
-    return f"{architecture}-triton-{triton.__version__}.json"
+def _parse(rows: Rows) -> Table:
+    return {
+        (LinearShape(int(n), int(k), int(act)), int(tokens)): Choice(str(kernel), tuple(map(int, blocks)))
+        for n, k, act, tokens, kernel, blocks in rows
+    }
+
+
+def _path(architecture: str) -> Path:
+    return table_path("decode_tables", architecture, triton=triton.__version__)

@@ -13,11 +13,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from atom.kernels.triton.attention_parts import LOG2_E, NEVER, add_shares, arrive
 from atom.kernels.triton.decode_parts import finite
 from atom.kernels.triton.kv_cache import stored
-
-_NEVER = tl.constexpr(-1.0e30)  # a maximum before any score: finite, so that no difference of two is NaN
-_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -25,7 +23,7 @@ def _capped(score, soft_cap, HAS_SOFT_CAP: tl.constexpr):
     """Scores in units of log2, after the soft cap."""
     if HAS_SOFT_CAP:
         score = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * score / soft_cap) + 1.0))
-    return score * _LOG2_E
+    return score * LOG2_E
 
 
 @triton.jit
@@ -195,7 +193,7 @@ def columns(
     if not is_long:
         best = new_score
         scores = ()
-        highest = tl.full((TILE,), _NEVER, tl.float32)
+        highest = tl.full((TILE,), NEVER, tl.float32)
         for i in tl.static_range(AHEAD):
             score = tl.sum(key_tiles[i].to(tl.float32) * q[None, :], 1)
             score = _capped(score, soft_cap, HAS_SOFT_CAP)
@@ -220,14 +218,14 @@ def columns(
             value = tl.load(values + row[:, None] + width[None, :], mask=inside[:, None], other=0.0)
             best, total, acc = _add_keys(q, tile, value, inside, best, total, acc, soft_cap, HAS_SOFT_CAP)
         if HAS_SINKS:
-            total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - best)
+            total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - best)
         result = acc * of_value / total
         tl.store(place + width, tl.where(length > 0, result, 0.0).to(out.dtype.element_ty))
     else:
         share = tl.cdiv(tl.cdiv(old - first, PARTS), TILE) * TILE
         start = first + part * share
         stop = tl.minimum(start + share, old)
-        best = tl.where(part == 0, new_score, _NEVER)
+        best = tl.where(part == 0, new_score, NEVER)
         total = tl.where(part == 0, 1.0, 0.0)
         own_value = finite(tl.load(value_row + channel).to(tl.float32)) / of_value
         wide = total * stored(own_value, values.dtype.element_ty).to(tl.float32)
@@ -255,7 +253,7 @@ def columns(
                 total += weight * tl.load(stats + (base + i) * 2 + 1, cache_modifier=".cg")
                 wide += weight * tl.load(partial + (base + i) * DIM + channel, cache_modifier=".cg")
             if HAS_SINKS:
-                total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2_E - best)
+                total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - best)
             tl.store(place + channel, (wide * of_value / total).to(out.dtype.element_ty))
             tl.store(arrivals + seq * HEADS + head, 0)
 
@@ -373,7 +371,7 @@ def splits(
         rotated = own * c[None, :] + other * s[None, :]
         q = rotated.to(qkv.dtype.element_ty)
         factor = scale * of_key
-        best = tl.full((GROUP_PAD,), _NEVER, tl.float32)
+        best = tl.full((GROUP_PAD,), NEVER, tl.float32)
         total = tl.zeros((GROUP_PAD,), tl.float32)
         acc = tl.zeros((GROUP_PAD, DIM), tl.float32)
         if (split == num_active - 1) & (length > 0):
@@ -400,38 +398,20 @@ def splits(
         is_last = num_active <= 1
         if num_active > 1:
             group = seq * KV_HEADS + kv_head
-            base = group * SPLITS * GROUP + member
             is_head = member < GROUP
-            own_place = base + split * GROUP
-            tl.store(partial + own_place[:, None] * DIM + channel[None, :], acc, mask=is_head[:, None])
-            tl.store(stats + own_place * 2, best, mask=is_head)
-            tl.store(stats + own_place * 2 + 1, total, mask=is_head)
-            tl.debug_barrier()
-            is_last = tl.atomic_add(arrivals + group, 1, sem="acq_rel") == num_active - 1
-            tl.debug_barrier()
+            first_row = group * SPLITS * GROUP + member
+            own_row = first_row + split * GROUP
+            is_last = arrive(
+                best, total, acc, partial, stats, arrivals + group, own_row, is_head, num_active, DIM
+            )
             if is_last:
-                best = tl.full((GROUP_PAD,), _NEVER, tl.float32)
-                total = tl.zeros((GROUP_PAD,), tl.float32)
-                acc = tl.zeros((GROUP_PAD, DIM), tl.float32)
-                for i in range(0, num_active):
-                    place = base + i * GROUP
-                    peak = tl.load(stats + place * 2, mask=is_head, other=_NEVER, cache_modifier=".cg")
-                    added = tl.load(stats + place * 2 + 1, mask=is_head, other=1.0, cache_modifier=".cg")
-                    part = tl.load(
-                        partial + place[:, None] * DIM + channel[None, :], mask=is_head[:, None], other=0.0,
-                        cache_modifier=".cg",
-                    )  # fmt: skip
-                    higher = tl.maximum(best, peak)
-                    shrink = tl.exp2(best - higher)
-                    grow = tl.exp2(peak - higher)
-                    total = total * shrink + added * grow
-                    acc = acc * shrink[:, None] + part * grow[:, None]
-                    best = higher
-                tl.store(arrivals + group, 0)
+                best, total, acc = add_shares(
+                    partial, stats, first_row, is_head, num_active, GROUP_PAD, DIM, GROUP, 1
+                )
         if is_last:
             if HAS_SINKS:
-                sink = tl.load(sinks + q_head).to(tl.float32) * _LOG2_E
-                total += tl.exp2(tl.where(length > 0, sink - best, _NEVER))
+                sink = tl.load(sinks + q_head).to(tl.float32) * LOG2_E
+                total += tl.exp2(tl.where(length > 0, sink - best, NEVER))
             result = acc * of_value / tl.where(total > 0.0, total, 1.0)[:, None]
             place = out + (seq * HEADS + q_head)[:, None] * DIM + channel[None, :]
             tl.store(place, result.to(out.dtype.element_ty), mask=(member < GROUP)[:, None])

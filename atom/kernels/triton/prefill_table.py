@@ -6,24 +6,19 @@ Triton and PyTorch; serving only reads it. What it does not name follows the rul
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 import triton
 
-from atom.errors import ConfigError
+from atom.kernels.triton.measured_table import Rows, read_rows, table_path, write_rows
 from atom.kernels.triton.varlen_attention import TileShape
 from atom.platforms import PLATFORMS, Platform
-from atom.utils.cache_folder import cache_root, check_private, write_aside
-from atom.utils.logging import init_logger
-
-logger = init_logger(__name__)
 
 TORCH: Literal["torch"] = "torch"  # ``torch.nn.attention.varlen``, for prompts of which nothing is cached
-_FOLDER = "prefill_tables"
 
 Choice = TileShape | Literal["torch"]
 
@@ -65,38 +60,31 @@ def measured_choices(platform: Platform, layer: PrefillLayer) -> Choices:
 
 def load_table(architecture: str) -> Table:
     """The table of ``architecture`` (``sm_90``); empty where none was measured, or what is there is not one."""
-    path = cache_root() / _FOLDER / _name(architecture)
-    table: Table = {}
-    if not path.exists():
-        return table
-    try:
-        check_private(path.parent, must_exist=True)
-        for head_dim, group, longest, choice in json.loads(path.read_text()):
-            layer = PrefillLayer(int(head_dim), int(group))
-            table.setdefault(layer, {})[int(longest)] = _read(choice)
-    except (OSError, ValueError, TypeError, ConfigError) as error:
-        logger.warning("the table of measured kernels %s is not used: %s", path, error)
-        return {}
-    return table
+    return read_rows(_path(architecture), _parse)
 
 
 def save_table(architecture: str, table: Table) -> str:
     """Add ``table`` to what is on disk; returns the file's path."""
-    folder = check_private(cache_root() / _FOLDER)
     merged = {layer: dict(choices) for layer, choices in load_table(architecture).items()}
     for layer, choices in table.items():
         merged.setdefault(layer, {}).update(choices)
-    entries = [
+    rows = [
         [*layer, longest, choice]
         for layer, choices in sorted(merged.items())
         for longest, choice in sorted(choices.items())
     ]
-    path = folder / _name(architecture)
-    write_aside(path, json.dumps(entries))
-    return str(path)
+    return write_rows(_path(architecture), rows)
 
 
-def _read(choice: object) -> Choice:
+def _parse(rows: Rows) -> Table:
+    table: Table = {}
+    for head_dim, group, longest, choice in rows:
+        layer = PrefillLayer(int(head_dim), int(group))
+        table.setdefault(layer, {})[int(longest)] = _parse_choice(choice)
+    return table
+
+
+def _parse_choice(choice: object) -> Choice:
     if choice == TORCH:
         return TORCH
     *sizes, uses_descriptors, is_gluon = choice
@@ -104,5 +92,5 @@ def _read(choice: object) -> Choice:
     return TileShape(rows, keys, num_warps, num_stages, bool(uses_descriptors), bool(is_gluon))
 
 
-def _name(architecture: str) -> str:
-    return f"{architecture}-triton-{triton.__version__}-torch-{torch.__version__}.json"
+def _path(architecture: str) -> Path:
+    return table_path("prefill_tables", architecture, triton=triton.__version__, torch=torch.__version__)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from atom.kernels.triton.decode_attention import decode_attention
+from atom.kernels.triton.decode_attention import arrival_counters, decode_attention
 from atom.kernels.triton.kv_cache import write_kv
 from atom.kernels.triton.prefill_table import Choices, PrefillLayer, choose, measured_choices
 from atom.kernels.triton.rotary_cache import rotate_and_write
@@ -39,6 +39,8 @@ class TritonAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec, sinks: torch.Tensor | None = None):
         super().__init__(spec, sinks)
         self.measured = measured_for(spec)
+        # This layer's own: a layer's launches follow one another, whatever else a stream does.
+        self._arrivals = arrival_counters(torch.get_default_device())
         self._options = {
             "scale": spec.scale,
             "window": spec.window,
@@ -96,6 +98,7 @@ class TritonAttention(AttentionBackend):
                 metadata.table_rows,
                 metadata.context_lens,
                 output,
+                self._arrivals,
                 **self._options,
             )
             return

@@ -1,6 +1,6 @@
 """Our prefill and decode kernels on a GPU: checked against fp32 on fresh random data, then timed in variants.
 
-    python -m atom.benchmarks.gpu_kernels [--parts varlen decode fused sampling gated] [--budget 180] [--json OUT]
+    python -m atom.benchmarks.gpu_kernels [--parts varlen decode fused sampling gated batch] [--budget 180] [--json OUT]
 
 Times are medians of CUDA graph replays, over tensors that together outgrow the L2 cache. Each line of the table at
 the end says what the engine's choice takes, the best variant found, and its share of what the H200 can do: operations
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from atom.benchmarks.gpu_batch import bench_batch
 from atom.benchmarks.gpu_gated import bench_gated
 from atom.benchmarks.gpu_measure import device_us, record_graph, relative_error
 from atom.benchmarks.gpu_roofline import H200
@@ -425,13 +426,14 @@ def time_rows(bench: Bench, model: str) -> None:
     bench.add(f"silu_and_mul {model}", ours, {}, 6 * num_tokens * inner / H200.read_gb_s / 1e3)
 
 
-SHARES = {"varlen": 3, "decode": 2, "fused": 1, "sampling": 1, "gated": 2}  # of the budget
+SHARES = {"varlen": 3, "decode": 2, "fused": 1, "sampling": 1, "gated": 2, "batch": 2}  # of the budget
 PARTS = {
     "varlen": bench_varlen,
     "decode": bench_decode,
     "fused": bench_fused,
     "sampling": bench_sampling,
     "gated": bench_gated,
+    "batch": bench_batch,
 }
 
 

@@ -1,7 +1,7 @@
 """A gated MLP's first product with its activation, ``activation(x gate^T) * (x up^T)``, for many tokens on sm_90.
 
-With few tokens, and for layers that the kernel of ``gated_gluon`` is not for, the product goes to cuBLAS and the
-activation is a pass of its own.
+What ``batch_linear`` has measured goes there: steps that decode many sequences. With few other tokens, and for layers
+that the kernel of ``gated_gluon`` is not for, the product goes to cuBLAS and the activation is a pass of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from atom.kernels.linear import LinearKernel
 from atom.kernels.registry import Supports, register_kernel
-from atom.kernels.triton import elementwise
+from atom.kernels.triton import batch_linear, elementwise
 from atom.platforms import Platform
 from atom.utils.custom_register import direct_register_custom_op
 
@@ -133,6 +133,9 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torc
         x: ``[num_tokens, in_features]``.
         weight: ``[gate | up, in_features]``, ``size`` rows each.
     """
+    product = batch_linear.batch_product(x, weight, activation)
+    if product is not None:
+        return product
     size = weight.shape[0] // 2
     shape = gated_shape(len(x), size)
     if shape is None or not _can_read(x, weight):
@@ -176,9 +179,13 @@ class GatedLinear(LinearKernel):
         return weight
 
     def pack_gated(self, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
-        return weight if activation == self.activation else None
+        if activation != self.activation:
+            return None
+        batch_linear.reserve(weight)
+        return weight
 
     def rehearse(self, packed: torch.Tensor) -> None:
+        batch_linear.rehearse(packed, self.activation)
         x = packed[:8]
         output = packed.new_empty((len(x), len(packed) // 2))
         for shape in (SHAPE, TALL):

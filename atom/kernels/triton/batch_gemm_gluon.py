@@ -1,0 +1,345 @@
+"""The product for a batch of decoding sequences on sm_90 in Gluon: steps of K in even shares over the multiprocessors.
+
+A tile has 64 to 256 rows of the weight for up to 256 tokens. One warp brings weight and x, each group of four warps
+turns its part of the rows; the weight is the left operand, so 64 rows meet all tokens of a tile in an instruction.
+
+Tiles times steps of K are cut into as many runs as there are programs, each of neighbouring tiles, the last tile first.
+Where a run ends inside a tile its sum goes to a workspace; the program with the tile's last step adds what lies there,
+in the order of programs. It waits only for what others do first, so nobody waits long.
+
+A gated product has gate and up rows alternating by eights, which brings both to the same thread.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# Their names in Triton 3.6, where it has not got today's.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+BK = gl.constexpr(64)  # columns of a step: 128 bytes, as wide as shared memory swizzles
+
+
+@gluon.jit
+def _activate(gate, up, ACTIVATION: gl.constexpr):
+    """As ``decode_parts.activate``."""
+    if ACTIVATION == 2:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        value = gate * (1.0 - 1.0 / (gl.exp2(inner * 2.8853900817779268) + 1.0)) * up
+    else:
+        value = gate / (1.0 + gl.exp2(gate * -1.4426950408889634)) * up
+    return value
+
+
+@gluon.jit
+def _own_share(num_tiles, token_tiles, steps):
+    """Of this program: its tile of tokens, its number among those of that tile, their number, its run of steps."""
+    tokens = gl.program_id(0) % token_tiles
+    number = gl.program_id(0) // token_tiles
+    programs = gl.num_programs(0) // token_tiles
+    total = num_tiles * steps
+    return tokens, number, programs, number * total // programs, (number + 1) * total // programs
+
+
+@gluon.jit
+def _bounds(tile, begin, end, steps):
+    """Steps of ``tile`` that lie in the run."""
+    return gl.maximum(begin - tile * steps, 0), gl.minimum(end - tile * steps, steps)
+
+
+@gluon.jit
+def _whose_start(tile, num_tiles, programs, steps):
+    """The number of the program whose run has the first step of ``tile``."""
+    return ((tile * steps + 1) * programs - 1) // (num_tiles * steps)
+
+
+@gluon.jit
+def _bring_rows(
+    weight,
+    w_ring,
+    bar,
+    stage,
+    tile,
+    step,
+    IS_GATED: gl.constexpr,
+    GROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Have the weight of one step of ``tile`` copied to ``stage``."""
+    for part in gl.static_range(GROUPS):
+        row = (tile * GROUPS + part) * ROWS
+        if IS_GATED:
+            place = [row // 16, 0, 0, step * BK]
+        else:
+            place = [row, step * BK]
+        _bring(weight, place, bar, w_ring.index(stage * GROUPS + part))
+
+
+@gluon.jit
+def _produce(
+    weight,
+    x,
+    w_ring,
+    x_ring,
+    full,
+    empty,
+    num_tiles,
+    token_tiles,
+    steps,
+    IS_GATED: gl.constexpr,
+    GROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The warp that brings both operands."""
+    tokens, number, programs, begin, end = _own_share(num_tiles, token_tiles, steps)
+    last = (end - 1) // steps
+    if PDL:
+        # Weights on their way before the wait: what of the last tile, the first to be turned, the ring holds.
+        first_step, end_step = _bounds(last, begin, end, steps)
+        early = gl.minimum(end_step - first_step, STAGES)
+        for stage in range(0, early):
+            mbarrier.expect(full.index(stage), (GROUPS * ROWS + TOKENS) * BK * 2)
+            _bring_rows(
+                weight, w_ring, full.index(stage), stage, last, first_step + stage, IS_GATED, GROUPS, ROWS
+            )
+        gdc_launch_dependents()
+        gdc_wait()
+    else:
+        early = 0
+    brought = 0
+    for back in range(0, last - begin // steps + 1):
+        tile = last - back
+        first_step, end_step = _bounds(tile, begin, end, steps)
+        for step in range(first_step, end_step):
+            stage = brought % STAGES
+            if brought >= early:
+                mbarrier.wait(empty.index(stage), (brought // STAGES & 1) ^ 1)
+                mbarrier.expect(full.index(stage), (GROUPS * ROWS + TOKENS) * BK * 2)
+                _bring_rows(weight, w_ring, full.index(stage), stage, tile, step, IS_GATED, GROUPS, ROWS)
+            _bring(x, [tokens * TOKENS, step * BK], full.index(stage), x_ring.index(stage))
+            brought += 1
+
+
+@gluon.jit
+def _image(acc, ROWS: gl.constexpr, TOKENS: gl.constexpr, IMAGE: gl.constexpr):
+    """``acc`` in the order in which threads hold it, four values a thread: nothing moves."""
+    parts = gl.permute(gl.reshape(acc, (ROWS // 64, 4, 2, 8, TOKENS // 8, 4, 2)), (0, 4, 1, 3, 5, 2, 6))
+    return gl.convert_layout(gl.reshape(parts, (ROWS * TOKENS // 512, 128, 4)), IMAGE)
+
+
+@gluon.jit
+def _matrix(image, ROWS: gl.constexpr, TOKENS: gl.constexpr, SUM: gl.constexpr):
+    """The reverse of ``_image``."""
+    parts = gl.permute(gl.reshape(image, (ROWS // 64, TOKENS // 8, 4, 8, 4, 2, 2)), (0, 2, 5, 3, 1, 4, 6))
+    return gl.convert_layout(gl.reshape(parts, (ROWS, TOKENS)), SUM)
+
+
+@gluon.jit
+def _halves(value, ROWS: gl.constexpr, TOKENS: gl.constexpr):
+    return gl.split(gl.permute(gl.reshape(value, (ROWS, 2, TOKENS // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def _store_tokens(
+    out,
+    room,
+    value,
+    tokens,
+    row,
+    turn,
+    PART: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    CHUNK: gl.constexpr,
+):
+    """Write ``value [ROWS, TOKENS]`` transposed, by as many tokens as a buffer has."""
+    if TOKENS > CHUNK:
+        first, second = _halves(value, ROWS, TOKENS)
+        turn = _store_tokens(out, room, first, tokens, row, turn, PART, ROWS, TOKENS // 2, CHUNK)
+        turn = _store_tokens(
+            out, room, second, tokens + TOKENS // 2, row, turn, PART, ROWS, TOKENS // 2, CHUNK
+        )
+    else:
+        buffer = room.index(2 * PART + turn % 2)
+        tma.store_wait(1)
+        _barrier()
+        buffer.permute((1, 0)).store(value)
+        fence_async_shared()
+        _barrier()
+        _write(out, [tokens, row], buffer)
+        turn += 1
+    return turn
+
+
+@gluon.jit
+def _consume(
+    w_ring,
+    x_ring,
+    full,
+    empty,
+    out,
+    room,
+    partial,
+    flags,
+    num_tiles,
+    token_tiles,
+    steps,
+    PART: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    GROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Four warps with part ``PART`` of every tile's rows."""
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    OUT_ROWS: gl.constexpr = ROWS // 2 if ACTIVATION else ROWS
+    dtype: gl.constexpr = x_ring.dtype
+    tokens, number, programs, begin, end = _own_share(num_tiles, token_tiles, steps)
+    IMAGE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
+    chunk = gl.arange(0, ROWS * TOKENS // 512, layout=gl.SliceLayout(1, gl.SliceLayout(2, IMAGE)))
+    thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, IMAGE)))
+    inner = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, IMAGE)))
+    spot = (chunk[:, None] * 512 + thread[None, :] * 4)[:, :, None] + inner[None, None, :]
+    last = (end - 1) // steps
+    taken = 0
+    turn = 0
+    for back in range(0, last - begin // steps + 1):
+        tile = last - back
+        first_step, end_step = _bounds(tile, begin, end, steps)
+        acc = gl.zeros([ROWS, TOKENS], gl.float32, SUM)
+        for step in range(first_step, end_step):
+            stage = taken % STAGES
+            mbarrier.wait(full.index(stage), taken // STAGES & 1)
+            acc = warpgroup_mma(
+                w_ring.index(stage * GROUPS + PART).reshape((ROWS, BK)), x_ring.index(stage).permute((1, 0)), acc,
+                use_acc=step > first_step, is_async=True,
+            )  # fmt: skip
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(empty.index((taken - 1) % STAGES), count=1, pred=step > first_step)
+            taken += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((taken - 1) % STAGES), count=1)
+        if end_step < steps:
+            own = (number * token_tiles + tokens) * GROUPS + PART
+            gl.store(partial + own * (ROWS * TOKENS) + spot, _image(acc, ROWS, TOKENS, IMAGE))
+            _barrier()
+            gl.atomic_xchg(flags + own, 1, sem="release")
+        else:
+            for other in range(_whose_start(tile, num_tiles, programs, steps), number):
+                slot = (other * token_tiles + tokens) * GROUPS + PART
+                while gl.atomic_add(flags + slot, 0, sem="acquire") == 0:
+                    pass
+                _barrier()
+                acc += _matrix(gl.load(partial + slot * (ROWS * TOKENS) + spot), ROWS, TOKENS, SUM)
+                gl.store(flags + slot, 0)
+            if ACTIVATION:
+                pairs = gl.permute(gl.reshape(acc, (ROWS // 16, 2, 8, TOKENS)), (0, 2, 3, 1))
+                gate, up = gl.split(pairs)
+                value = gl.reshape(_activate(gate, up, ACTIVATION), (OUT_ROWS, TOKENS)).to(dtype)
+            else:
+                value = acc.to(dtype)
+            place = (tile * GROUPS + PART) * OUT_ROWS
+            turn = _store_tokens(
+                out, room, value, tokens * TOKENS, place, turn, PART, OUT_ROWS, TOKENS, CHUNK
+            )
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_tiles", "token_tiles", "steps"])
+def batch_gemm(
+    weight,  # descriptors: [rows, K] by ROWS and BK; gated [rows / 16, 2, 8, K], gate and up rows by eights
+    x,  # [M, K] by TOKENS and BK
+    out,  # [M, N] by CHUNK and the rows that a group of warps puts out
+    partial,  # [programs, GROUPS, ROWS, TOKENS] fp32
+    flags,  # [programs, GROUPS] int32, zero between launches
+    num_tiles,  # of rows
+    token_tiles,  # divides the number of programs
+    steps,  # K / BK
+    ACTIVATION: gl.constexpr,
+    GROUPS: gl.constexpr,  # 1 or 2
+    ROWS: gl.constexpr,  # of a group: 64 or 128
+    TOKENS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """``out = act(x @ weight^T)``."""
+    dtype: gl.constexpr = x.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    IS_GATED: gl.constexpr = ACTIVATION > 0
+    OUT_ROWS: gl.constexpr = ROWS // 2 if ACTIVATION else ROWS
+    BLOCK: gl.constexpr = [ROWS // 16, 2, 8, BK] if ACTIVATION else [ROWS, BK]
+    w_ring = gl.allocate_shared_memory(dtype, [STAGES * GROUPS] + BLOCK, weight.layout)
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, BK], x.layout)
+    room = gl.allocate_shared_memory(dtype, [GROUPS * 2, CHUNK, OUT_ROWS], out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    fence_async_shared()
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        w_ring, x_ring, full, empty, out, room, partial, flags, num_tiles, token_tiles, steps, 0,
+                        ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        weight, x, w_ring, x_ring, full, empty, num_tiles, token_tiles, steps, IS_GATED, GROUPS, ROWS,
+                        TOKENS, STAGES, PDL,
+                    ),
+                ),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        w_ring, x_ring, full, empty, out, room, partial, flags, num_tiles, token_tiles, steps, 0,
+                        ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        w_ring, x_ring, full, empty, out, room, partial, flags, num_tiles, token_tiles, steps, 1,
+                        ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        weight, x, w_ring, x_ring, full, empty, num_tiles, token_tiles, steps, IS_GATED, GROUPS, ROWS,
+                        TOKENS, STAGES, PDL,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

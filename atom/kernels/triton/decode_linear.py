@@ -235,12 +235,20 @@ def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator
                     if fits_gluon(shape, rows, warps):
                         yield Choice("gluon", (rows, warps))
         return
+    if num_tokens > 16:  # what is likely best comes first
+        yield from _loop_candidates(shape)
     if has_gluon:
         yield from _ring_candidates(shape, num_tokens)
+    if num_tokens <= 16:
+        yield from _loop_candidates(shape)
     for rows in (8, 16, 32):
         for warps in (4, 8):
             if fits_rows(shape, rows, warps) and 64 <= shape.weight_rows // rows <= 512 and num_tokens <= 32:
                 yield Choice("rows", (rows, warps))
+
+
+def _loop_candidates(shape: LinearShape) -> Iterator[Choice]:
+    """Loops of stages that fill a multiprocessor, and where the rows alone fill the chip, of fewer."""
     for tall in (64, 128):
         for width in (64, 128):
             for split in (1, 2, 4, 8):
@@ -252,6 +260,8 @@ def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator
                 ):  # rows alone nearly fill the chip
                     continue
                 yield Choice("loop", (tall, width, split, 6 if width == 128 else 8, 0))
+                if width == 128 and programs > 132:
+                    yield Choice("loop", (tall, width, split, 3, 0))
 
 
 class DecodeLinear:

@@ -113,8 +113,11 @@ class Layers:
 
     def launch(self, choices: Choices) -> None:
         """All layers once."""
-        run, scaled = self.run, None
-        halves = {"next_norm": self.norm, "next_x": self.next_x} if self.halves_norms else {}
+        run, scaled, halves = self.run, None, {}
+        if self.halves_norms:
+            halves = {"next_norm": self.norm, "next_x": self.next_x}
+            # Left by the layer before the first one.
+            scaled = Scaled(self.next_x, NUM_SHARES)
         for layer in self.layers:
             run(self.x, layer["qkv"], self.qkv, choice=choices["qkv"], scaled=scaled)
             scaled = run(self.attended, layer["o"], self.x, self.x, choice=choices["o"], **halves)
@@ -160,6 +163,7 @@ class Layers:
     def time_us(self, choices: Choices, repeats: int = 15) -> float:
         """Median microseconds a layer of recorded layers."""
         self.x.normal_()
+        self.run._workspace.shares.fill_(1.0)
         graph = record_graph(lambda: self.launch(choices))
         return statistics.median(device_us(graph.replay) for _ in range(repeats)) / len(self.layers)
 

@@ -1,6 +1,6 @@
 """The linear layers of a decode step: which kernel and which blocks serve a shape, and the launch.
 
-``gemv`` and ``gluon`` serve one token, ``loop``, ``rows`` and ``ring`` up to 64. What is best was measured for the
+``gemv`` and ``gluon`` serve one token, ``loop``, ``rows``, ``ring`` and ``tile`` up to 64. What is best was measured for the
 shapes of ``MEASURED`` on an H200; other shapes follow rules drawn from them, and ``decode_table`` overrides both with
 what was measured on this machine. A choice depends on (N, K) and on the class of the number of tokens, on nothing
 else.
@@ -15,7 +15,10 @@ from typing import Any
 import torch
 import triton
 
-from atom.kernels.triton import decode_gemm, decode_gemv
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from atom.kernels.triton import decode_gemm, decode_gemm_tile_gluon, decode_gemv
 from atom.kernels.triton.decode_parts import pdl_options
 
 MAX_TOKENS = 64
@@ -86,7 +89,7 @@ class LinearArguments:
         }
 
 
-NEED_GLUON = ("gluon", "ring")
+NEED_GLUON = ("gluon", "ring", "tile")
 
 # (N, K, has an activation) -> by class; the last one serves the larger classes too.
 MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
@@ -221,6 +224,38 @@ def _ring_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
                         yield Choice("ring", blocks)
 
 
+def fits_tile(shape: LinearShape, blocks: tuple[int, ...]) -> bool:
+    """Whether ``(rows, columns a step, splits, stages of weights, of tokens)`` cover the shape and fit a multiprocessor.
+
+    A stage is asked for again behind the step after its own, so there are two where there are fewer than steps.
+    """
+    rows, width, split, weight_stages, token_stages = blocks
+    covers = rows in (16, 32, 64, 128) and width in (64, 128)
+    if not covers or shape.weight_rows % rows or shape.K % (split * width):
+        return False
+    steps = shape.K // split // width
+    held = (weight_stages * rows + token_stages * MAX_TOKENS) * width * 2
+    is_served = all(min(steps, 2) <= stages <= steps for stages in (weight_stages, token_stages))
+    return is_served and max(held, MAX_TOKENS * rows * 4) <= 225 << 10
+
+
+def _tile_candidates(shape: LinearShape) -> Iterator[Choice]:
+    """Tiles of which one or two fit a multiprocessor, with as few splits as keep most of the chip busy."""
+    seen = set()
+    for rows in (32, 64, 128):
+        for split in (1, 2, 4, 8):
+            programs, steps = shape.weight_rows // rows * split, shape.K // split // 128
+            if not 64 <= programs <= 1056 or (split > 1 and programs > 300) or not steps:
+                continue
+            for held, token_stages in ((112, 2), (112, 3), (224, 4), (224, 6)):
+                token_stages = min(steps, token_stages)
+                weight_stages = min(steps, ((held << 10) - token_stages * MAX_TOKENS * 256) // (rows * 256))
+                blocks = (rows, 128, split, weight_stages, token_stages)
+                if blocks not in seen and weight_stages >= min(steps, 2) and fits_tile(shape, blocks):
+                    seen.add(blocks)
+                    yield Choice("tile", blocks)
+
+
 def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator[Choice]:
     """What is worth measuring for a shape."""
     if num_tokens == 1:
@@ -235,6 +270,8 @@ def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator
                     if fits_gluon(shape, rows, warps):
                         yield Choice("gluon", (rows, warps))
         return
+    if has_gluon:
+        yield from _tile_candidates(shape)
     if num_tokens > 16:  # what is likely best comes first
         yield from _loop_candidates(shape)
     if has_gluon:
@@ -303,8 +340,10 @@ class DecodeLinear:
             for num_tokens in CLASSES[1:]:
                 num_tokens = min(num_tokens, max_tokens)
                 choice = self.choice(shape, num_tokens)
-                if choice.kernel in ("loop", "ring"):
-                    tall, _, split = choice.blocks[:3]
+                for one in (choice, _without_scaled(choice, shape)):
+                    if one.kernel not in ("loop", "ring", "tile"):
+                        continue
+                    tall, _, split = one.blocks[:3]
                     num_tiles = triton.cdiv(shape.weight_rows, tall)
                     if split > 1:
                         size = max(size, num_tiles * split * (tall + 1) * _padded(num_tokens))
@@ -348,6 +387,8 @@ class DecodeLinear:
         num_tokens = len(x)
         shape = layer.shape
         choice = choice or self.choice(shape, num_tokens)
+        if layer.norm is not None and scaled is None:
+            choice = _without_scaled(choice, shape)
         launch = _LAUNCHES[choice.kernel]
         uses_pdl = self.uses_pdl
         if choice.kernel in ("gemv", "gluon"):
@@ -375,6 +416,11 @@ class DecodeLinear:
 def token_class(num_tokens: int) -> int:
     """The class of ``CLASSES`` that choices for ``num_tokens`` are kept by."""
     return next(most for most in CLASSES if num_tokens <= most)
+
+
+def _without_scaled(choice: Choice, shape: LinearShape) -> Choice:
+    """What serves a norm that no launch did half of: values of tiles pass no registers in which it could be taken."""
+    return Choice("loop", _loop_blocks(shape)) if choice.kernel == "tile" else choice
 
 
 def _padded(num_tokens: int) -> int:
@@ -439,6 +485,23 @@ def _launch_rows(
     )  # fmt: skip
 
 
+def _launch_tile(
+    workspace, x, layer, out, residual, blocks, shape, uses_pdl, scaled=None, next_norm=None, next_x=None
+) -> None:
+    rows, width, split, weight_stages, token_stages = blocks
+    wide, per_program = _padded(len(x)), rows // 2 if layer.activation else rows
+    flat = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    tokens = x if scaled is None else scaled.x
+    decode_gemm_tile_gluon.gemm_tile[(shape.weight_rows // rows, split)](
+        TensorDescriptor(tokens, list(tokens.shape), [shape.K, 1], [wide, width], flat),
+        TensorDescriptor(layer.weight, list(layer.weight.shape), [shape.K, 1], [per_program, width], flat),
+        layer.bias, residual, out, workspace.shares, next_norm, next_x, workspace.shares, workspace.partial,
+        workspace.arrivals, layer.eps, _num_shares(scaled), len(x), shape.N,
+        K=shape.K, BN=rows, BM=wide, BK=width, SPLIT=split, W_STAGES=weight_stages, X_STAGES=token_stages,
+        **layer.flags(residual, uses_pdl), HAS_NEXT=next_norm is not None, num_warps=4, **pdl_options(uses_pdl),
+    )  # fmt: skip
+
+
 def _launch_ring(
     workspace, x, layer, out, residual, blocks, shape, uses_pdl, scaled=None, next_norm=None, next_x=None
 ) -> None:
@@ -461,6 +524,7 @@ _LAUNCHES = {
     "loop": _launch_loop,
     "rows": _launch_rows,
     "ring": _launch_ring,
+    "tile": _launch_tile,
 }
 
 

@@ -32,7 +32,7 @@ OTHER_IMPORTS = {  # not of every kernel
 def interpreted(module, folder: Path):
     """``module`` with its Gluon functions as Triton functions, written to ``folder``."""
     source = Path(module.__file__).read_text()
-    for theirs, ours in IMPORTS.items():
+    for theirs in IMPORTS:
         assert theirs in source, f"{module.__name__} does not import Gluon as expected"
     for theirs, ours in (IMPORTS | OTHER_IMPORTS).items():
         source = source.replace(theirs, ours)

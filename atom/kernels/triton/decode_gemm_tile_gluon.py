@@ -164,13 +164,13 @@ def gemm_tile(
             # The step before has ended: its stages are free once all warps are here.
             _barrier()
             done = i - 1
-            if W_STAGES < STEPS:
+            if W_STAGES < STEPS:  # noqa: SIM102 - decided while it is compiled
                 if (done >= 0) & (done + W_STAGES < STEPS):
                     _bring_weights(
                         weight, w_full.index(done % W_STAGES), w_ring.index(done % W_STAGES), pid * RBN, N,
                         first + (pid + done + W_STAGES) % STEPS * BK, RBN, BK, ACTIVATION,
                     )  # fmt: skip
-            if X_STAGES < STEPS:
+            if X_STAGES < STEPS:  # noqa: SIM102
                 if (done >= 0) & (done + X_STAGES < STEPS):
                     _bring_tokens(
                         x, x_full.index(done % X_STAGES), x_ring.index(done % X_STAGES),

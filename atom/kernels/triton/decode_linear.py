@@ -1,9 +1,9 @@
 """The linear layers of a decode step: which kernel and which blocks serve a shape, and the launch.
 
-``gemv`` and ``gluon`` serve one token, ``loop``, ``rows``, ``ring`` and ``tile`` up to 64. What is best was measured for the
-shapes of ``MEASURED`` on an H200; other shapes follow rules drawn from them, and ``decode_table`` overrides both with
-what was measured on this machine. A choice depends on (N, K) and on the class of the number of tokens, on nothing
-else.
+``gemv`` and ``gluon`` serve one token, ``loop``, ``rows``, ``ring`` and ``tile`` up to 64. What is best was measured
+for the shapes of ``MEASURED`` on an H200; other shapes follow rules drawn from them, and ``decode_table`` overrides
+both with what was measured on this machine. A choice depends on (N, K) and on the class of the number of tokens, on
+nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import triton
-
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -225,7 +224,7 @@ def _ring_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
 
 
 def fits_tile(shape: LinearShape, blocks: tuple[int, ...]) -> bool:
-    """Whether ``(rows, columns a step, splits, stages of weights, of tokens)`` cover the shape and fit a multiprocessor.
+    """Whether ``(rows, columns a step, splits, stages of weights, of tokens)`` cover the shape and fit the chip.
 
     A stage is asked for again behind the step after its own, so there are two where there are fewer than steps.
     """

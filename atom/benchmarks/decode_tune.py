@@ -1,6 +1,6 @@
 """Measures block sizes of a decode step's linear layers inside whole layers, and keeps the best on disk.
 
-    python -m atom.benchmarks.decode_tune [--models qwen3-0.6b ...] [--batches 8 32 64] [--kernels tile loop]
+    python -m atom.benchmarks.decode_tune [--models qwen3-0.6b ...] [--batches 8 16 32 64] [--kernels tile loop]
         [--budget 100] [--json FOLDER]
 
 Every candidate is checked against fp32 on fresh random data, with the norm of the launch behind it or before it.
@@ -47,7 +47,7 @@ from atom.kernels.triton.decode_linear import (
 from atom.kernels.triton.decode_table import save_table
 from atom.platforms import get_platform
 
-BATCHES = (8, 32, 64)
+BATCHES = (8, 16, 32, 64)
 KERNELS = ("gemv", "gluon", "loop", "rows", "ring", "tile")
 PARTS = ("o", "down", "gate_up", "qkv")  # in the order they are tuned: who leaves half a norm first
 ROTATED_BYTES = 400 << 20  # weights that take turns

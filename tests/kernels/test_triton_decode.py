@@ -177,7 +177,6 @@ def test_every_tile_that_is_tried_covers_its_shape():
     ],
 )
 def test_tiles_equal_their_twin(num_tokens, blocks, activation, around, tmp_path, monkeypatch):
-    """On every tile the last of the splits to arrive adds them, whatever the order of the programs."""
     use_tile_kernel(monkeypatch, tmp_path)
     torch.manual_seed(num_tokens)
     layer = linear(256, 64, activation, HALF, "scaled" in around, "bias" in around)
@@ -204,7 +203,6 @@ def test_tiles_equal_their_twin(num_tokens, blocks, activation, around, tmp_path
         out = torch.full_like(wanted, float("nan"))
         left = run(x, layer, out, residual, **options)
         assert close(out, wanted)
-        assert not run._workspace.arrivals.any(), "the next launch counts from zero"
     if left is not None:
         assert close(next_x, (out.float() * next_norm.float()).to(HALF))
         sums = shares[: left.num_shares * padded].view(-1, padded).sum(0)[:num_tokens]

@@ -2,11 +2,12 @@
 
 A program has BN rows of the weight and a share of K. Its weights are asked for before the wait for the launch before,
 the tokens behind it, both by the copy engine, so that no value passes through registers on its way to the tensor
-cores. The tokens are the rows of each product, always 64; those beyond BM are whatever lies there and are not read.
-Gate rows of a program lie above its up rows, so that a thread finds both of an output at the same place.
+cores. The tokens are the rows of each product, always 64; behind the last one the engine writes zeros. Gate and up
+rows have sums of their own, so that a thread finds both of an output at the same place.
 
 Programs begin at different steps of K: all read the same tokens, and would otherwise ask one part of the L2 cache for
-them at a time.
+them at a time. Where K is split, the programs of a tile are a cluster: they run at the same time, leave their sums in
+the L2 cache, meet, and each ends its share of the tokens.
 """
 
 from triton.experimental import gluon
@@ -23,8 +24,66 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # Triton 3.6 has the latter.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# Whether a barrier's type counts those of all programs of a cluster; Triton 3.6 has one of each, alike.
+_COUNTS_ALL = gl.constexpr(hasattr(gl, "barrier"))
 TOKENS = gl.constexpr(64)  # rows of a product of four warps
 SHARES = gl.constexpr(64)  # of sums of squares, read at once
+
+
+@gluon.constexpr_function
+def _product_layout(rows, programs):
+    levels = programs.bit_length() - 1
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16], [[0, 0]] * levels)
+
+
+@gluon.constexpr_function
+def _barrier_layout(programs, counts_all):
+    levels = programs.bit_length() - 1
+    return mbarrier.MBarrierLayout([[1 << i] if counts_all else [0] for i in range(levels)])
+
+
+@gluon.constexpr_function
+def _row_layout(rows, programs, has_shares):
+    """Sixteen bytes of fp32 a thread; tokens shared out among the programs of a cluster, or all in each."""
+    lanes = min(32, rows // 4)
+    places = [[1 << i, 0] if has_shares else [0, 0] for i in range(programs.bit_length() - 1)]
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0], places)
+
+
+@gluon.jit
+def _rank(pid):
+    """This program's number in its cluster."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %cluster_ctarank;", "=r,r", [pid], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _store_of_each(place, value, mask):
+    """As a usual store, which would leave to one program of a cluster what all seem to hold alike."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred there; setp.ne.s32 there, $12, 0;"
+        "@there st.global.v4.f32 [$4], {$8, $9, $10, $11};"
+        "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f,r,r,r,r",
+        [place.to(gl.int64, bitcast=True), value, mask.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _meet(pid):
+    """Wait for the programs of the cluster; what they wrote before is then seen."""
+    gl.inline_asm_elementwise(
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;",
+        "=r,r",
+        [pid],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -40,47 +99,40 @@ def _activate(gate, up, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def _bring_weights(
-    weight, bar, tile, row, N, column, RBN: gl.constexpr, BK: gl.constexpr, ACTIVATION: gl.constexpr
+    weight, full, ring, stage, row, N, column, RBN: gl.constexpr, BK: gl.constexpr, PIECES: gl.constexpr
 ):
-    """Have ``tile`` filled with a program's rows from ``column`` on; gate rows, then up rows."""
-    if ACTIVATION:
-        mbarrier.expect(bar, 2 * RBN * BK * 2)
-        _bring(weight, [row, column], bar, tile.slice(0, RBN))
-        _bring(weight, [N + row, column], bar, tile.slice(RBN, RBN))
-    else:
-        mbarrier.expect(bar, RBN * BK * 2)
-        _bring(weight, [row, column], bar, tile)
+    """Have a stage filled with a program's rows from ``column`` on: as gate rows, then up rows if there are two."""
+    mbarrier.expect(full.index(stage), PIECES * RBN * BK * 2)
+    for piece in gl.static_range(PIECES):
+        _bring(weight, [piece * N + row, column], full.index(stage), ring.index(stage * PIECES + piece))
 
 
 @gluon.jit
-def _bring_tokens(x, bar, tile, column, BM: gl.constexpr, BK: gl.constexpr):
-    mbarrier.expect(bar, BM * BK * 2)
-    if BM < TOKENS:
-        _bring(x, [0, column], bar, tile.slice(0, BM))
-    else:
-        _bring(x, [0, column], bar, tile)
+def _bring_tokens(x, full, ring, stage, column, BK: gl.constexpr):
+    mbarrier.expect(full.index(stage), TOKENS * BK * 2)
+    _bring(x, [0, column], full.index(stage), ring.index(stage))
 
 
 @gluon.jit
-def _shares(squares_in, start, num_shares, share, token, BM: gl.constexpr):
-    """``[BM, SHARES]`` shares of sums of squares, from the given one on."""
+def _shares(squares_in, start, num_shares, share, token, M, BM: gl.constexpr):
+    """``[TOKENS, SHARES]`` shares of sums of squares, from the given one on."""
     place = squares_in + (start + share)[None, :] * BM + token[:, None]
-    return gl.load(place, mask=(start + share < num_shares)[None, :], other=0.0)
+    return gl.load(place, mask=(start + share < num_shares)[None, :] & (token < M)[:, None], other=0.0)
 
 
 @gluon.jit
-def _add_parts(part, SPLIT: gl.constexpr, STRIDE: gl.constexpr):
+def _add_parts(part, mask, SPLIT: gl.constexpr, STRIDE: gl.constexpr):
     """Partial sums of all splits, in their order."""
-    total = gl.load(part, cache_modifier=".cg")
+    total = gl.load(part, mask=mask, other=0.0, cache_modifier=".cg")
     for other in gl.static_range(1, SPLIT):
-        total += gl.load(part + other * STRIDE, cache_modifier=".cg")
+        total += gl.load(part + other * STRIDE, mask=mask, other=0.0, cache_modifier=".cg")
     return total
 
 
 @gluon.jit(do_not_specialize=["M", "num_shares"])
 def gemm_tile(
-    x,  # descriptor: [M, K] by [BM, BK], times the norm's weight where there is a norm
-    weight,  # descriptor: [rows, K] by [RBN, BK]
+    x,  # descriptor: [M, K] by [TOKENS, BK], times the norm's weight where there is a norm
+    weight,  # descriptor: [rows, K] by [BN or BN / 2 with an activation, BK]
     bias,
     residual,
     out,
@@ -89,7 +141,6 @@ def gemm_tile(
     scaled_out,  # [M, N]: out times next_norm
     squares_out,  # [tiles, BM] fp32: shares of the sums of squares of out
     partial,  # [tiles, SPLIT, BN * BM] fp32
-    arrivals,  # [tiles] int32, zero between launches
     eps,
     num_shares,
     M,
@@ -98,7 +149,7 @@ def gemm_tile(
     BN: gl.constexpr,
     BM: gl.constexpr,
     BK: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr,  # programs of a cluster
     W_STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
     HAS_NORM: gl.constexpr,
@@ -110,21 +161,22 @@ def gemm_tile(
 ):
     """As ``decode_gemm.gemm_loop`` where the launch before left half of the norm."""
     STEPS: gl.constexpr = K // SPLIT // BK
-    RBN: gl.constexpr = BN // 2 if ACTIVATION else BN
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, max(1, 32 // BN), min(4, BN // 8), [1, 0])
-    LANES: gl.constexpr = min(32, RBN // 4)
-    R: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    PIECES: gl.constexpr = 2 if ACTIVATION else 1
+    RBN: gl.constexpr = BN // PIECES
+    MMA: gl.constexpr = _product_layout(RBN, SPLIT)
+    R: gl.constexpr = _row_layout(RBN, SPLIT, True)
+    EACH: gl.constexpr = _row_layout(RBN, SPLIT, False)
+    BARRIER: gl.constexpr = _barrier_layout(SPLIT, _COUNTS_ALL)
+    BARRIERS: gl.constexpr = SPLIT if _COUNTS_ALL else 1
     dtype: gl.constexpr = weight.dtype
 
     pid = gl.program_id(0)
-    split = gl.program_id(1)
+    split = _rank(pid) if SPLIT > 1 else 0
     first = split * (K // SPLIT)
-    w_ring = gl.allocate_shared_memory(dtype, [W_STAGES, BN, BK], weight.layout)
+    w_ring = gl.allocate_shared_memory(dtype, [W_STAGES * PIECES, RBN, BK], weight.layout)
     x_ring = gl.allocate_shared_memory(dtype, [X_STAGES, TOKENS, BK], x.layout)
-    w_full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], BARRIER)
-    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], BARRIER)
+    w_full = gl.allocate_shared_memory(gl.int64, [W_STAGES, BARRIERS], BARRIER)
+    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, BARRIERS], BARRIER)
     for i in gl.static_range(W_STAGES):
         mbarrier.init(w_full.index(i), count=1)
     for i in gl.static_range(X_STAGES):
@@ -132,15 +184,16 @@ def gemm_tile(
     fence_async_shared()
     _barrier()
     for i in gl.static_range(W_STAGES):
-        column = first + (pid + i) % STEPS * BK
-        _bring_weights(weight, w_full.index(i), w_ring.index(i), pid * RBN, N, column, RBN, BK, ACTIVATION)
+        _bring_weights(
+            weight, w_full, w_ring, i, pid * RBN, N, first + (pid + i) % STEPS * BK, RBN, BK, PIECES
+        )
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     for i in gl.static_range(X_STAGES):
-        _bring_tokens(x, x_full.index(i), x_ring.index(i), first + (pid + i) % STEPS * BK, BM, BK)
+        _bring_tokens(x, x_full, x_ring, i, first + (pid + i) % STEPS * BK, BK)
 
-    token = gl.arange(0, BM, layout=gl.SliceLayout(1, R))
+    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, R))
     inner = gl.arange(0, RBN, layout=gl.SliceLayout(0, R))
     place = pid * RBN + inner
     offset = token[:, None] * N + place[None, :]
@@ -151,72 +204,79 @@ def gemm_tile(
         next_factor = gl.load(next_norm + place).to(gl.float32)
     if HAS_NORM:
         share = gl.arange(0, SHARES, layout=gl.SliceLayout(0, R))
-        shares = _shares(squares_in, 0, num_shares, share, token, BM)
+        shares = _shares(squares_in, 0, num_shares, share, token, M, BM)
 
-    acc = gl.zeros((TOKENS, BN), gl.float32, layout=MMA)
+    acc = gl.zeros((TOKENS, RBN), gl.float32, layout=MMA)
+    up_acc = acc
     for i in range(STEPS):
         mbarrier.wait(w_full.index(i % W_STAGES), i // W_STAGES & 1)
         mbarrier.wait(x_full.index(i % X_STAGES), i // X_STAGES & 1)
-        tile = w_ring.index(i % W_STAGES).permute((1, 0))
-        product = warpgroup_mma(x_ring.index(i % X_STAGES), tile, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[product])
+        tokens = x_ring.index(i % X_STAGES)
+        tile = w_ring.index(i % W_STAGES * PIECES).permute((1, 0))
+        product = warpgroup_mma(tokens, tile, acc, is_async=True)
+        if ACTIVATION:
+            up_tile = w_ring.index(i % W_STAGES * PIECES + 1).permute((1, 0))
+            up_product = warpgroup_mma(tokens, up_tile, up_acc, is_async=True)
+            acc, up_acc = warpgroup_mma_wait(2, deps=[product, up_product])
+        else:
+            acc = warpgroup_mma_wait(1, deps=[product])
         if W_STAGES < STEPS or X_STAGES < STEPS:
             # The step before has ended: its stages are free once all warps are here.
             _barrier()
             done = i - 1
             if W_STAGES < STEPS:  # noqa: SIM102 - decided while it is compiled
                 if (done >= 0) & (done + W_STAGES < STEPS):
+                    column = first + (pid + done + W_STAGES) % STEPS * BK
                     _bring_weights(
-                        weight, w_full.index(done % W_STAGES), w_ring.index(done % W_STAGES), pid * RBN, N,
-                        first + (pid + done + W_STAGES) % STEPS * BK, RBN, BK, ACTIVATION,
-                    )  # fmt: skip
+                        weight, w_full, w_ring, done % W_STAGES, pid * RBN, N, column, RBN, BK, PIECES
+                    )
             if X_STAGES < STEPS:  # noqa: SIM102
                 if (done >= 0) & (done + X_STAGES < STEPS):
-                    _bring_tokens(
-                        x, x_full.index(done % X_STAGES), x_ring.index(done % X_STAGES),
-                        first + (pid + done + X_STAGES) % STEPS * BK, BM, BK,
-                    )  # fmt: skip
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    _barrier()
-    sums = gl.allocate_shared_memory(gl.float32, [TOKENS, BN], SUMS, acc)
-    total = sums.slice(0, BM).slice(0, RBN, dim=1).load(R)
+                    column = first + (pid + done + X_STAGES) % STEPS * BK
+                    _bring_tokens(x, x_full, x_ring, done % X_STAGES, column, BK)
     if ACTIVATION:
-        up = sums.slice(0, BM).slice(RBN, RBN, dim=1).load(R)
+        acc, up_acc = warpgroup_mma_wait(0, deps=[acc, up_acc])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    if SPLIT > 1:
+        own_token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, EACH))[:, None]
+        own_inner = gl.arange(0, RBN, layout=gl.SliceLayout(0, EACH))[None, :]
+        parts = partial + pid * SPLIT * BN * BM
+        own = parts + split * BN * BM + own_token * RBN + own_inner
+        is_own = (own_token < M) & (own_inner >= 0)
+        _store_of_each(own, gl.convert_layout(acc, EACH), is_own)
+        if ACTIVATION:
+            _store_of_each(own + RBN * BM, gl.convert_layout(up_acc, EACH), is_own)
     if HAS_NORM:
         for start in range(SHARES, num_shares, SHARES):
-            shares += _shares(squares_in, start, num_shares, share, token, BM)
+            shares += _shares(squares_in, start, num_shares, share, token, M, BM)
         factor = gl.rsqrt(gl.sum(shares, 1) / K + eps)[:, None]
-    is_last = True
     if SPLIT > 1:
-        base = partial + pid * SPLIT * BN * BM + token[:, None] * RBN + inner[None, :]
-        gl.store(base + split * BN * BM, total)
+        _meet(pid)
+        parts += token[:, None] * RBN + inner[None, :]
+        total = _add_parts(parts, is_token, SPLIT, BN * BM)
         if ACTIVATION:
-            gl.store(base + split * BN * BM + RBN * BM, up)
-        _barrier()
-        is_last = gl.atomic_add(arrivals + pid, 1, sem="acq_rel") == SPLIT - 1
-        _barrier()
-        if is_last:
-            total = _add_parts(base, SPLIT, BN * BM)
-            if ACTIVATION:
-                up = _add_parts(base + RBN * BM, SPLIT, BN * BM)
-            gl.store(arrivals + pid, 0)
-    if is_last:
+            up = _add_parts(parts + RBN * BM, is_token, SPLIT, BN * BM)
+    else:
+        total = gl.convert_layout(acc, R)
+        if ACTIVATION:
+            up = gl.convert_layout(up_acc, R)
+    if HAS_NORM:
+        total = total * factor
+    if HAS_BIAS:
+        total += gl.load(bias + place).to(gl.float32)[None, :]
+    if ACTIVATION:
         if HAS_NORM:
-            total = total * factor
+            up = up * factor
         if HAS_BIAS:
-            total += gl.load(bias + place).to(gl.float32)[None, :]
-        if ACTIVATION:
-            if HAS_NORM:
-                up = up * factor
-            if HAS_BIAS:
-                up += gl.load(bias + N + place).to(gl.float32)[None, :]
-            total = _activate(total, up, ACTIVATION)
-        if HAS_RESIDUAL:
-            total += before
-        narrow = total.to(out.dtype.element_ty)
-        gl.store(out + offset, narrow, mask=is_token)
-        if HAS_NEXT:
-            wide = gl.where(is_token, narrow.to(gl.float32), 0.0)
-            scaled = (wide * next_factor[None, :]).to(out.dtype.element_ty)
-            gl.store(scaled_out + offset, scaled, mask=is_token)
-            gl.store(squares_out + pid * BM + token, gl.sum(wide * wide, 1))
+            up += gl.load(bias + N + place).to(gl.float32)[None, :]
+        total = _activate(total, up, ACTIVATION)
+    if HAS_RESIDUAL:
+        total += before
+    narrow = total.to(out.dtype.element_ty)
+    gl.store(out + offset, narrow, mask=is_token)
+    if HAS_NEXT:
+        wide = gl.where(is_token, narrow.to(gl.float32), 0.0)
+        scaled = (wide * next_factor[None, :]).to(out.dtype.element_ty)
+        gl.store(scaled_out + offset, scaled, mask=is_token)
+        gl.store(squares_out + pid * BM + token, gl.sum(wide * wide, 1), mask=token < BM)

@@ -22,7 +22,7 @@ from atom.kernels.triton.decode_parts import pdl_options
 
 MAX_TOKENS = 64
 # The most tokens of each class that has its own choices; products are padded to it.
-CLASSES = (1, 16, 32, MAX_TOKENS)
+CLASSES = (1, 8, 16, 32, MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,38 +90,54 @@ class LinearArguments:
 
 NEED_GLUON = ("gluon", "ring", "tile")
 
-# (N, K, has an activation) -> by class; the last one serves the larger classes too.
+# (N, K, has an activation) -> by class.
 MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
     (4096, 1024, False): (
         Choice("gluon", (4, 4)), Choice("ring", (16, 256, 1, 4, 4, 4)), Choice("loop", (64, 128, 2, 5, 0)),
+        Choice("loop", (64, 128, 2, 5, 0)), Choice("loop", (64, 128, 2, 5, 0)),
     ),
     (1024, 2048, False): (
         Choice("gluon", (2, 4)), Choice("ring", (8, 512, 1, 4, 4, 4)), Choice("ring", (32, 256, 4, 2, 4, 8)),
+        Choice("ring", (32, 256, 4, 2, 4, 8)), Choice("ring", (32, 256, 4, 2, 4, 8)),
     ),
     (3072, 1024, True): (
         Choice("gluon", (2, 8)), Choice("ring", (32, 512, 1, 2, 8, 8)), Choice("loop", (64, 128, 1, 6, 0)),
+        Choice("loop", (64, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
     ),
     (1024, 3072, False): (
-        Choice("gluon", (1, 8)), Choice("ring", (16, 256, 4, 3, 4, 4)),
+        Choice("gluon", (1, 8)), Choice("ring", (16, 256, 4, 3, 4, 4)), Choice("ring", (32, 256, 4, 3, 4, 4)),
         Choice("ring", (32, 256, 4, 3, 4, 4)), Choice("loop", (64, 128, 8, 4, 0)),
     ),
-    (3072, 2048, False): (Choice("gemv", (8, 4)), Choice("loop", (64, 128, 2, 5, 0))),
-    (2048, 2048, False): (Choice("gluon", (4, 4)), Choice("loop", (64, 128, 4, 5, 0))),
-    (8192, 2048, True): (Choice("gluon", (2, 4)), Choice("loop", (64, 128, 1, 5, 0))),
-    (2048, 8192, False): (Choice("gemv", (4, 8)), Choice("loop", (64, 128, 4, 5, 0))),
+    (3072, 2048, False): (
+        Choice("gemv", (4, 4)), Choice("ring", (32, 512, 1, 4, 4, 4)), Choice("loop", (64, 128, 2, 5, 0)),
+        Choice("loop", (64, 128, 2, 5, 0)), Choice("loop", (64, 64, 2, 8, 0)),
+    ),
+    (2048, 2048, False): (
+        Choice("gemv", (4, 4)), Choice("ring", (16, 512, 1, 4, 8, 8)), Choice("ring", (32, 256, 4, 2, 4, 8)),
+        Choice("ring", (32, 256, 4, 2, 4, 8)), Choice("loop", (64, 128, 4, 5, 0)),
+    ),
+    (8192, 2048, True): (
+        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 5, 0)), Choice("loop", (128, 128, 1, 6, 0)),
+        Choice("loop", (128, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 3, 0)),
+    ),
+    (2048, 8192, False): (
+        Choice("gemv", (2, 4)), Choice("ring", (16, 512, 2, 4, 8, 8)), Choice("loop", (64, 128, 4, 5, 0)),
+        Choice("loop", (64, 128, 4, 5, 0)), Choice("loop", (64, 128, 4, 5, 0)),
+    ),
     (6144, 4096, False): (
         Choice("gemv", (4, 4)), Choice("ring", (8, 512, 1, 8, 4, 4)), Choice("loop", (64, 128, 1, 6, 0)),
+        Choice("loop", (64, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
     ),
     (4096, 4096, False): (
-        Choice("gemv", (4, 4)), Choice("ring", (64, 256, 2, 5, 4, 4)),
+        Choice("gemv", (4, 4)), Choice("ring", (64, 256, 2, 5, 4, 4)), Choice("ring", (64, 256, 2, 5, 4, 8)),
         Choice("ring", (64, 256, 2, 5, 4, 8)), Choice("loop", (64, 64, 2, 8, 0)),
     ),
     (14336, 4096, True): (
-        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 4, 0)),
+        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 4, 0)), Choice("loop", (64, 128, 1, 4, 0)),
         Choice("loop", (64, 128, 1, 4, 0)), Choice("loop", (128, 128, 1, 6, 0)),
     ),
     (4096, 14336, False): (
-        Choice("gemv", (2, 4)), Choice("loop", (64, 128, 2, 6, 0)),
+        Choice("gemv", (2, 4)), Choice("loop", (64, 128, 2, 6, 0)), Choice("loop", (64, 128, 2, 6, 0)),
         Choice("loop", (64, 128, 2, 6, 0)), Choice("loop", (64, 64, 2, 8, 0)),
     ),
 }  # fmt: skip
@@ -137,14 +153,14 @@ def default_choice(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Choi
     index = CLASSES.index(token_class(num_tokens))
     measured = MEASURED.get((shape.N, shape.K, shape.activation > 0))
     if measured is not None:
-        choice = measured[min(index, len(measured) - 1)]
+        choice = measured[index]
         if has_gluon or choice.kernel not in NEED_GLUON:
             return choice
     if index == 0:
         if has_gluon and shape.K < 2048 and fits_gluon(shape, 2, 4):
             return Choice("gluon", (2, 4))
         return Choice("gemv", (_gemv_rows(shape.K), 4))
-    if index == 1 and shape.weight_rows * shape.K <= 1 << 22 and fits_rows(shape, 16, 4):
+    if index in (1, 2) and shape.weight_rows * shape.K <= 1 << 22 and fits_rows(shape, 16, 4):
         return Choice("rows", (16, 4))
     return Choice("loop", _loop_blocks(shape))
 
@@ -246,7 +262,7 @@ def _tile_candidates(shape: LinearShape) -> Iterator[Choice]:
             programs, steps = shape.weight_rows // rows * split, shape.K // split // 128
             if not 64 <= programs <= 1056 or (split > 1 and programs > 300) or not steps:
                 continue
-            for held, token_stages in ((112, 2), (112, 3), (224, 4), (224, 6)):
+            for held, token_stages in ((112, 3), (224, 4), (224, 6)):
                 token_stages = min(steps, token_stages)
                 weight_stages = min(steps, ((held << 10) - token_stages * MAX_TOKENS * 256) // (rows * 256))
                 blocks = (rows, 128, split, weight_stages, token_stages)
@@ -488,16 +504,18 @@ def _launch_tile(
     workspace, x, layer, out, residual, blocks, shape, uses_pdl, scaled=None, next_norm=None, next_x=None
 ) -> None:
     rows, width, split, weight_stages, token_stages = blocks
-    wide, per_program = _padded(len(x)), rows // 2 if layer.activation else rows
-    flat = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    nowhere = [[0, 0]] * (split.bit_length() - 1)  # all programs of a cluster have tiles of one form
+    flat = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, cga_layout=nowhere)
     tokens = x if scaled is None else scaled.x
-    decode_gemm_tile_gluon.gemm_tile[(shape.weight_rows // rows, split)](
-        TensorDescriptor(tokens, list(tokens.shape), [shape.K, 1], [wide, width], flat),
+    per_program = rows // 2 if layer.activation else rows
+    decode_gemm_tile_gluon.gemm_tile[(shape.weight_rows // rows,)](
+        TensorDescriptor(tokens, list(tokens.shape), [shape.K, 1], [MAX_TOKENS, width], flat),
         TensorDescriptor(layer.weight, list(layer.weight.shape), [shape.K, 1], [per_program, width], flat),
         layer.bias, residual, out, workspace.shares, next_norm, next_x, workspace.shares, workspace.partial,
-        workspace.arrivals, layer.eps, _num_shares(scaled), len(x), shape.N,
-        K=shape.K, BN=rows, BM=wide, BK=width, SPLIT=split, W_STAGES=weight_stages, X_STAGES=token_stages,
-        **layer.flags(residual, uses_pdl), HAS_NEXT=next_norm is not None, num_warps=4, **pdl_options(uses_pdl),
+        layer.eps, _num_shares(scaled), len(x), shape.N,
+        K=shape.K, BN=rows, BM=_padded(len(x)), BK=width, SPLIT=split, W_STAGES=weight_stages,
+        X_STAGES=token_stages, **layer.flags(residual, uses_pdl), HAS_NEXT=next_norm is not None,
+        num_warps=4, num_ctas=split, **pdl_options(uses_pdl),
     )  # fmt: skip
 
 

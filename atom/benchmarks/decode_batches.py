@@ -24,7 +24,8 @@ from atom.benchmarks.decode_launches import (
 from atom.benchmarks.gpu_measure import device_us, record_graph, relative_error
 from atom.benchmarks.gpu_roofline import H200
 from atom.errors import ConfigError
-from atom.kernels.triton.decode_linear import MAX_TOKENS, DecodeLinear, LinearArguments
+from atom.kernels.triton.decode_choices import MAX_TOKENS
+from atom.kernels.triton.decode_linear import DecodeLinear, LinearArguments
 from atom.kernels.triton.fused_attention_launch import (
     MAX_PROGRAMS,
     BatchShape,

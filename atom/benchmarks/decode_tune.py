@@ -33,17 +33,15 @@ from atom.benchmarks.decode_launches import (
 )
 from atom.benchmarks.gpu_measure import device_us, record_graph, relative_error
 from atom.benchmarks.gpu_roofline import H200
-from atom.kernels.triton.decode_linear import (
+from atom.kernels.triton.decode_choices import (
     CLASSES,
     Choice,
-    DecodeLinear,
-    LinearArguments,
     LinearShape,
-    Scaled,
     candidates,
     default_choice,
     token_class,
 )
+from atom.kernels.triton.decode_linear import DecodeLinear, LinearArguments, Scaled
 from atom.kernels.triton.decode_table import save_table
 from atom.platforms import get_platform
 
@@ -278,7 +276,7 @@ def tune(
 
 
 def measured_of(shapes: list[DecodeShape], table: dict[tuple[LinearShape, int], Choice]) -> str:
-    """Entries of ``decode_linear.MEASURED``; classes that were not measured keep their usual choice."""
+    """Entries of ``decode_choices.MEASURED``; classes that were not measured keep their usual choice."""
     entries = {}
     for shape in shapes:
         for part in shape.linears:

@@ -13,13 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from atom.kernels.triton.decode_linear import (
-    MAX_TOKENS,
-    DecodeLinear,
-    HeadBuffers,
-    LinearArguments,
-    head,
-)
+from atom.kernels.triton.decode_choices import MAX_TOKENS
+from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
 from atom.kernels.triton.decode_parts import ACTIVATIONS, compact
 from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
 from atom.kernels.triton.decode_table import load_table

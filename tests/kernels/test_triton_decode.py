@@ -5,23 +5,19 @@ import torch
 
 from atom.kernels.reference import decode as reference
 from atom.kernels.triton import fused_attention_launch
-from atom.kernels.triton.decode_linear import (
+from atom.kernels.triton.decode_choices import (
     MAX_TOKENS,
     MEASURED,
     NEED_GLUON,
     Choice,
-    DecodeLinear,
-    HeadBuffers,
-    LinearArguments,
     LinearShape,
-    Scaled,
     candidates,
     default_choice,
     fits_ring,
     fits_tile,
-    head,
     token_class,
 )
+from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, Scaled, head
 from atom.kernels.triton.decode_parts import ACTIVATIONS, LOWEST, compact
 from atom.kernels.triton.decode_step import Embedding, choose, embed, final_norm, prepare_decode
 from atom.kernels.triton.fused_attention_launch import (

@@ -196,7 +196,8 @@ def fits_tile(shape: LinearShape, blocks: tuple[int, ...]) -> bool:
     A stage is asked for again behind the step after its own, so there are two where there are fewer than steps.
     """
     rows, width, split, weight_stages, token_stages = blocks
-    covers = rows in (16, 32, 64, 128) and width in (64, 128)
+    # Tiles of 256 rows spill unless a program ends a share of the tokens.
+    covers = rows in (16, 32, 64, 128, 256) and width in (64, 128) and (rows < 256 or split > 1)
     if not covers or shape.weight_rows % rows or shape.K % (split * width):
         return False
     steps = shape.K // split // width
@@ -208,16 +209,18 @@ def fits_tile(shape: LinearShape, blocks: tuple[int, ...]) -> bool:
 def _tile_candidates(shape: LinearShape) -> Iterator[Choice]:
     """Tiles of which one or two fit a multiprocessor, with as few splits as keep most of the chip busy."""
     seen = set()
-    for rows in (32, 64, 128):
+    for rows in (32, 64, 128, 256):
+        width = 64 if rows == 256 else 128
         for split in (1, 2, 4, 8):
-            programs, steps = shape.weight_rows // rows * split, shape.K // split // 128
+            programs, steps = shape.weight_rows // rows * split, shape.K // split // width
             if not 64 <= programs <= 1056 or (split > 1 and programs > 300) or not steps:
                 continue
-            for held, token_stages in ((112, 3), (224, 4), (224, 6)):
-                token_stages = min(steps, token_stages)
-                weight_stages = min(steps, ((held << 10) - token_stages * MAX_TOKENS * 256) // (rows * 256))
-                blocks = (rows, 128, split, weight_stages, token_stages)
-                if blocks not in seen and weight_stages >= min(steps, 2) and fits_tile(shape, blocks):
+            for held, tokens in ((112, 3), (224, 4), (224, 6)):
+                token_stages = min(steps, tokens * 128 // width)
+                left = (held << 10) - token_stages * MAX_TOKENS * width * 2
+                weight_stages = min(steps, left // (rows * width * 2))
+                blocks = (rows, width, split, weight_stages, token_stages)
+                if blocks not in seen and fits_tile(shape, blocks):
                     seen.add(blocks)
                     yield Choice("tile", blocks)
 

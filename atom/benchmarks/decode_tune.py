@@ -35,6 +35,7 @@ from atom.benchmarks.gpu_measure import device_us, record_graph, relative_error
 from atom.benchmarks.gpu_roofline import H200
 from atom.kernels.triton.decode_choices import (
     CLASSES,
+    MAX_TOKENS,
     Choice,
     LinearShape,
     candidates,
@@ -96,11 +97,12 @@ class Layers:
         self.run = DecodeLinear(device, has_gluon=True, uses_pdl=True)
         self._reserve()
         first = self.layers[0]
-        self.x, self.next_x = (self.random(num_tokens, shape.hidden_size) for _ in range(2))
-        self.qkv = self.random(num_tokens, first["qkv"].shape.N)
+        # In rooms for more tokens, as serving has them.
+        self.x, self.next_x = (self.random(MAX_TOKENS, shape.hidden_size)[:num_tokens] for _ in range(2))
+        self.qkv = self.random(MAX_TOKENS, first["qkv"].shape.N)[:num_tokens]
         # Stands for the output of the attention, so that it is written by the launch before.
         self.attended = self.qkv.view(-1)[: num_tokens * first["o"].shape.K].view(num_tokens, -1)
-        self.gated = self.random(num_tokens, first["down"].shape.K)
+        self.gated = self.random(MAX_TOKENS, first["down"].shape.K)[:num_tokens]
 
     def random(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=self.device).normal_()

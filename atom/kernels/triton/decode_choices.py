@@ -190,15 +190,20 @@ def _ring_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
                         yield Choice("ring", blocks)
 
 
-def fits_tile(shape: LinearShape, blocks: tuple[int, ...]) -> bool:
-    """Whether ``(rows, columns a step, splits, stages of weights, of tokens)`` cover the shape and fit the chip.
+def fits_tile(shape: LinearShape, blocks: tuple[int, ...], most_tokens: int = MAX_TOKENS) -> bool:
+    """Whether ``(rows, columns a step, splits, stages of weights, of tokens, is a cluster)`` cover the shape and fit.
 
     A stage is asked for again behind the step after its own, so there are two where there are fewer than steps.
+    Programs of a cluster have parts of tiles only where they are all of a tile: with ``MAX_TOKENS``.
     """
-    rows, width, split, weight_stages, token_stages = blocks
-    # Tiles of 256 rows spill unless a program ends a share of the tokens.
-    covers = rows in (16, 32, 64, 128, 256) and width in (64, 128) and (rows < 256 or split > 1)
+    rows, width, split, weight_stages, token_stages, is_cluster = blocks
+    covers = rows in (16, 32, 64, 128, 256) and width in (64, 128)
     if not covers or shape.weight_rows % rows or shape.K % (split * width):
+        return False
+    if is_cluster and (split == 1 or padded(most_tokens) < MAX_TOKENS):
+        return False
+    # A program that adds all sums of a tile holds them in registers: more of them spilled.
+    if not is_cluster and (rows > 128 or (split > 1 and rows * split * padded(most_tokens) > 1 << 14)):
         return False
     steps = shape.K // split // width
     held = (weight_stages * rows + token_stages * MAX_TOKENS) * width * 2
@@ -206,7 +211,7 @@ def fits_tile(shape: LinearShape, blocks: tuple[int, ...]) -> bool:
     return is_served and max(held, MAX_TOKENS * rows * 4) <= 225 << 10
 
 
-def _tile_candidates(shape: LinearShape) -> Iterator[Choice]:
+def _tile_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
     """Tiles of which one or two fit a multiprocessor, with as few splits as keep most of the chip busy."""
     seen = set()
     for rows in (32, 64, 128, 256):
@@ -215,14 +220,15 @@ def _tile_candidates(shape: LinearShape) -> Iterator[Choice]:
             programs, steps = shape.weight_rows // rows * split, shape.K // split // width
             if not 64 <= programs <= 1056 or (split > 1 and programs > 300) or not steps:
                 continue
-            for held, tokens in ((112, 3), (224, 4), (224, 6)):
+            for held, tokens in ((112, 3), (224, 6)):
                 token_stages = min(steps, tokens * 128 // width)
                 left = (held << 10) - token_stages * MAX_TOKENS * width * 2
                 weight_stages = min(steps, left // (rows * width * 2))
-                blocks = (rows, width, split, weight_stages, token_stages)
-                if blocks not in seen and fits_tile(shape, blocks):
-                    seen.add(blocks)
-                    yield Choice("tile", blocks)
+                for is_cluster in (0, 1):
+                    blocks = (rows, width, split, weight_stages, token_stages, is_cluster)
+                    if blocks not in seen and fits_tile(shape, blocks, num_tokens):
+                        seen.add(blocks)
+                        yield Choice("tile", blocks)
 
 
 def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator[Choice]:
@@ -240,7 +246,7 @@ def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator
                         yield Choice("gluon", (rows, warps))
         return
     if has_gluon:
-        yield from _tile_candidates(shape)
+        yield from _tile_candidates(shape, num_tokens)
     if num_tokens > 16:  # what is likely best comes first
         yield from _loop_candidates(shape)
     if has_gluon:

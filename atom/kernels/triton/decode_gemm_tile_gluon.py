@@ -2,12 +2,13 @@
 
 A program has BN rows of the weight and a share of K. Its weights are asked for before the wait for the launch before,
 the tokens behind it, both by the copy engine, so that no value passes through registers on its way to the tensor
-cores. The tokens are the rows of each product, always 64; behind the last one the engine writes zeros. Gate and up
-rows have sums of their own, so that a thread finds both of an output at the same place.
+cores. The tokens are the rows of each product, always 64; those from BM on are whatever lies there and are not read.
+Gate and up rows have sums of their own, so that a thread finds both of an output at the same place.
 
 Programs begin at different steps of K: all read the same tokens, and would otherwise ask one part of the L2 cache for
-them at a time. Where K is split, the programs of a tile are a cluster: they run at the same time, leave their sums in
-the L2 cache, meet, and each ends its share of the tokens.
+them at a time. Where K is split, either the program of a tile that arrives last adds the sums of all, or they are a
+cluster of programs that run at the same time: they leave their sums in the L2 cache, meet, and each ends its share of
+the tokens.
 """
 
 from triton.experimental import gluon
@@ -108,16 +109,28 @@ def _bring_weights(
 
 
 @gluon.jit
-def _bring_tokens(x, full, ring, stage, column, BK: gl.constexpr):
-    mbarrier.expect(full.index(stage), TOKENS * BK * 2)
-    _bring(x, [0, column], full.index(stage), ring.index(stage))
+def _bring_tokens(x, full, ring, stage, column, BM: gl.constexpr, BK: gl.constexpr):
+    mbarrier.expect(full.index(stage), BM * BK * 2)
+    tile = ring.index(stage)
+    _bring(x, [0, column], full.index(stage), tile.slice(0, BM) if BM < TOKENS else tile)
 
 
 @gluon.jit
-def _shares(squares_in, start, num_shares, share, token, M, BM: gl.constexpr):
-    """``[TOKENS, SHARES]`` shares of sums of squares, from the given one on."""
+def _rows_of(acc, BM: gl.constexpr, SUMS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The first BM rows of ``acc`` in another layout."""
+    if BM < TOKENS:
+        sums = gl.allocate_shared_memory(gl.float32, acc.shape, SUMS, acc)
+        rows = sums.slice(0, BM).load(LAYOUT)
+    else:
+        rows = gl.convert_layout(acc, LAYOUT)
+    return rows
+
+
+@gluon.jit
+def _shares(squares_in, start, num_shares, share, token, BM: gl.constexpr):
+    """``[BM, SHARES]`` shares of sums of squares, from the given one on."""
     place = squares_in + (start + share)[None, :] * BM + token[:, None]
-    return gl.load(place, mask=(start + share < num_shares)[None, :] & (token < M)[:, None], other=0.0)
+    return gl.load(place, mask=(start + share < num_shares)[None, :], other=0.0)
 
 
 @gluon.jit
@@ -131,7 +144,7 @@ def _add_parts(part, mask, SPLIT: gl.constexpr, STRIDE: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "num_shares"])
 def gemm_tile(
-    x,  # descriptor: [M, K] by [TOKENS, BK], times the norm's weight where there is a norm
+    x,  # descriptor: [M or more, K] by [BM, BK], times the norm's weight where there is a norm
     weight,  # descriptor: [rows, K] by [BN or BN / 2 with an activation, BK]
     bias,
     residual,
@@ -141,6 +154,7 @@ def gemm_tile(
     scaled_out,  # [M, N]: out times next_norm
     squares_out,  # [tiles, BM] fp32: shares of the sums of squares of out
     partial,  # [tiles, SPLIT, BN * BM] fp32
+    arrivals,  # [tiles] int32, zero between launches
     eps,
     num_shares,
     M,
@@ -149,7 +163,8 @@ def gemm_tile(
     BN: gl.constexpr,
     BM: gl.constexpr,
     BK: gl.constexpr,
-    SPLIT: gl.constexpr,  # programs of a cluster
+    SPLIT: gl.constexpr,
+    CLUSTER: gl.constexpr,  # programs that meet: SPLIT, or 1; BM is TOKENS where they do
     W_STAGES: gl.constexpr,
     X_STAGES: gl.constexpr,
     HAS_NORM: gl.constexpr,
@@ -163,15 +178,16 @@ def gemm_tile(
     STEPS: gl.constexpr = K // SPLIT // BK
     PIECES: gl.constexpr = 2 if ACTIVATION else 1
     RBN: gl.constexpr = BN // PIECES
-    MMA: gl.constexpr = _product_layout(RBN, SPLIT)
-    R: gl.constexpr = _row_layout(RBN, SPLIT, True)
-    EACH: gl.constexpr = _row_layout(RBN, SPLIT, False)
-    BARRIER: gl.constexpr = _barrier_layout(SPLIT, _COUNTS_ALL)
-    BARRIERS: gl.constexpr = SPLIT if _COUNTS_ALL else 1
+    MMA: gl.constexpr = _product_layout(RBN, CLUSTER)
+    SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, max(1, 32 // RBN), min(4, RBN // 8), [1, 0])
+    R: gl.constexpr = _row_layout(RBN, CLUSTER, True)
+    EACH: gl.constexpr = _row_layout(RBN, CLUSTER, False)
+    BARRIER: gl.constexpr = _barrier_layout(CLUSTER, _COUNTS_ALL)
+    BARRIERS: gl.constexpr = CLUSTER if _COUNTS_ALL else 1
     dtype: gl.constexpr = weight.dtype
 
     pid = gl.program_id(0)
-    split = _rank(pid) if SPLIT > 1 else 0
+    split = _rank(pid) if CLUSTER > 1 else gl.program_id(1)
     first = split * (K // SPLIT)
     w_ring = gl.allocate_shared_memory(dtype, [W_STAGES * PIECES, RBN, BK], weight.layout)
     x_ring = gl.allocate_shared_memory(dtype, [X_STAGES, TOKENS, BK], x.layout)
@@ -191,9 +207,9 @@ def gemm_tile(
         gdc_launch_dependents()
         gdc_wait()
     for i in gl.static_range(X_STAGES):
-        _bring_tokens(x, x_full, x_ring, i, first + (pid + i) % STEPS * BK, BK)
+        _bring_tokens(x, x_full, x_ring, i, first + (pid + i) % STEPS * BK, BM, BK)
 
-    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, R))
+    token = gl.arange(0, BM, layout=gl.SliceLayout(1, R))
     inner = gl.arange(0, RBN, layout=gl.SliceLayout(0, R))
     place = pid * RBN + inner
     offset = token[:, None] * N + place[None, :]
@@ -204,7 +220,7 @@ def gemm_tile(
         next_factor = gl.load(next_norm + place).to(gl.float32)
     if HAS_NORM:
         share = gl.arange(0, SHARES, layout=gl.SliceLayout(0, R))
-        shares = _shares(squares_in, 0, num_shares, share, token, M, BM)
+        shares = _shares(squares_in, 0, num_shares, share, token, BM)
 
     acc = gl.zeros((TOKENS, RBN), gl.float32, layout=MMA)
     up_acc = acc
@@ -233,50 +249,63 @@ def gemm_tile(
             if X_STAGES < STEPS:  # noqa: SIM102
                 if (done >= 0) & (done + X_STAGES < STEPS):
                     column = first + (pid + done + X_STAGES) % STEPS * BK
-                    _bring_tokens(x, x_full, x_ring, done % X_STAGES, column, BK)
+                    _bring_tokens(x, x_full, x_ring, done % X_STAGES, column, BM, BK)
     if ACTIVATION:
         acc, up_acc = warpgroup_mma_wait(0, deps=[acc, up_acc])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
-    if SPLIT > 1:
-        own_token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, EACH))[:, None]
+    parts = partial + pid * SPLIT * BN * BM
+    own = parts + split * BN * BM
+    spot = token[:, None] * RBN + inner[None, :]
+    if CLUSTER > 1:
+        own_token = gl.arange(0, BM, layout=gl.SliceLayout(1, EACH))[:, None]
         own_inner = gl.arange(0, RBN, layout=gl.SliceLayout(0, EACH))[None, :]
-        parts = partial + pid * SPLIT * BN * BM
-        own = parts + split * BN * BM + own_token * RBN + own_inner
+        own += own_token * RBN + own_inner
         is_own = (own_token < M) & (own_inner >= 0)
-        _store_of_each(own, gl.convert_layout(acc, EACH), is_own)
+        _store_of_each(own, _rows_of(acc, BM, SUMS, EACH), is_own)
         if ACTIVATION:
-            _store_of_each(own + RBN * BM, gl.convert_layout(up_acc, EACH), is_own)
+            _store_of_each(own + RBN * BM, _rows_of(up_acc, BM, SUMS, EACH), is_own)
+    else:
+        total = _rows_of(acc, BM, SUMS, R)
+        if ACTIVATION:
+            up = _rows_of(up_acc, BM, SUMS, R)
     if HAS_NORM:
         for start in range(SHARES, num_shares, SHARES):
-            shares += _shares(squares_in, start, num_shares, share, token, M, BM)
+            shares += _shares(squares_in, start, num_shares, share, token, BM)
         factor = gl.rsqrt(gl.sum(shares, 1) / K + eps)[:, None]
-    if SPLIT > 1:
+    is_last = True
+    if CLUSTER > 1:
         _meet(pid)
-        parts += token[:, None] * RBN + inner[None, :]
-        total = _add_parts(parts, is_token, SPLIT, BN * BM)
+    elif SPLIT > 1:
+        gl.store(own + spot, total, mask=is_token)
         if ACTIVATION:
-            up = _add_parts(parts + RBN * BM, is_token, SPLIT, BN * BM)
-    else:
-        total = gl.convert_layout(acc, R)
-        if ACTIVATION:
-            up = gl.convert_layout(up_acc, R)
-    if HAS_NORM:
-        total = total * factor
-    if HAS_BIAS:
-        total += gl.load(bias + place).to(gl.float32)[None, :]
-    if ACTIVATION:
+            gl.store(own + RBN * BM + spot, up, mask=is_token)
+        _barrier()
+        is_last = gl.atomic_add(arrivals + pid, 1, sem="acq_rel") == SPLIT - 1
+        _barrier()
+    if is_last:
+        if SPLIT > 1:
+            total = _add_parts(parts + spot, is_token, SPLIT, BN * BM)
+            if ACTIVATION:
+                up = _add_parts(parts + RBN * BM + spot, is_token, SPLIT, BN * BM)
+            if CLUSTER == 1:
+                gl.store(arrivals + pid, 0)
         if HAS_NORM:
-            up = up * factor
+            total = total * factor
         if HAS_BIAS:
-            up += gl.load(bias + N + place).to(gl.float32)[None, :]
-        total = _activate(total, up, ACTIVATION)
-    if HAS_RESIDUAL:
-        total += before
-    narrow = total.to(out.dtype.element_ty)
-    gl.store(out + offset, narrow, mask=is_token)
-    if HAS_NEXT:
-        wide = gl.where(is_token, narrow.to(gl.float32), 0.0)
-        scaled = (wide * next_factor[None, :]).to(out.dtype.element_ty)
-        gl.store(scaled_out + offset, scaled, mask=is_token)
-        gl.store(squares_out + pid * BM + token, gl.sum(wide * wide, 1), mask=token < BM)
+            total += gl.load(bias + place).to(gl.float32)[None, :]
+        if ACTIVATION:
+            if HAS_NORM:
+                up = up * factor
+            if HAS_BIAS:
+                up += gl.load(bias + N + place).to(gl.float32)[None, :]
+            total = _activate(total, up, ACTIVATION)
+        if HAS_RESIDUAL:
+            total += before
+        narrow = total.to(out.dtype.element_ty)
+        gl.store(out + offset, narrow, mask=is_token)
+        if HAS_NEXT:
+            wide = gl.where(is_token, narrow.to(gl.float32), 0.0)
+            scaled = (wide * next_factor[None, :]).to(out.dtype.element_ty)
+            gl.store(scaled_out + offset, scaled, mask=is_token)
+            gl.store(squares_out + pid * BM + token, gl.sum(wide * wide, 1))

@@ -44,52 +44,64 @@ NEED_GLUON = ("gluon", "ring", "tile")
 # (N, K, has an activation) -> by class.
 MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
     (4096, 1024, False): (
-        Choice("gluon", (4, 4)), Choice("ring", (16, 256, 1, 4, 4, 4)), Choice("loop", (64, 128, 2, 5, 0)),
-        Choice("loop", (64, 128, 2, 5, 0)), Choice("loop", (64, 128, 2, 5, 0)),
+        Choice("gluon", (4, 4)), Choice("ring", (16, 256, 1, 4, 4, 4)),
+        Choice("tile", (32, 128, 1, 8, 3, 0)), Choice("loop", (64, 128, 2, 5, 0)),
+        Choice("tile", (64, 128, 1, 8, 6, 0)),
     ),
     (1024, 2048, False): (
-        Choice("gluon", (2, 4)), Choice("ring", (8, 512, 1, 4, 4, 4)), Choice("ring", (32, 256, 4, 2, 4, 8)),
-        Choice("ring", (32, 256, 4, 2, 4, 8)), Choice("ring", (32, 256, 4, 2, 4, 8)),
+        Choice("gluon", (2, 4)), Choice("ring", (8, 512, 1, 4, 4, 4)),
+        Choice("tile", (32, 128, 4, 4, 3, 0)), Choice("ring", (32, 256, 4, 2, 4, 8)),
+        Choice("ring", (32, 256, 4, 2, 4, 8)),
     ),
     (3072, 1024, True): (
-        Choice("gluon", (2, 8)), Choice("ring", (32, 512, 1, 2, 8, 8)), Choice("loop", (64, 128, 1, 6, 0)),
+        Choice("gluon", (2, 8)), Choice("ring", (32, 512, 1, 2, 8, 8)),
         Choice("loop", (64, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
+        Choice("tile", (32, 128, 1, 8, 3, 0)),
     ),
     (1024, 3072, False): (
-        Choice("gluon", (1, 8)), Choice("ring", (16, 256, 4, 3, 4, 4)), Choice("ring", (32, 256, 4, 3, 4, 4)),
-        Choice("ring", (32, 256, 4, 3, 4, 4)), Choice("loop", (64, 128, 8, 4, 0)),
+        Choice("gluon", (1, 8)), Choice("ring", (16, 256, 4, 3, 4, 4)),
+        Choice("tile", (32, 128, 4, 6, 3, 0)), Choice("ring", (32, 256, 4, 3, 4, 4)),
+        Choice("tile", (64, 128, 4, 6, 6, 1)),
     ),
     (3072, 2048, False): (
-        Choice("gemv", (4, 4)), Choice("ring", (32, 512, 1, 4, 4, 4)), Choice("loop", (64, 128, 2, 5, 0)),
-        Choice("loop", (64, 128, 2, 5, 0)), Choice("loop", (64, 64, 2, 8, 0)),
+        Choice("gemv", (4, 4)), Choice("ring", (32, 512, 1, 4, 4, 4)),
+        Choice("tile", (64, 128, 2, 8, 6, 0)), Choice("loop", (64, 128, 2, 5, 0)),
+        Choice("tile", (128, 128, 4, 4, 4, 1)),
     ),
     (2048, 2048, False): (
-        Choice("gemv", (4, 4)), Choice("ring", (16, 512, 1, 4, 8, 8)), Choice("ring", (32, 256, 4, 2, 4, 8)),
-        Choice("ring", (32, 256, 4, 2, 4, 8)), Choice("loop", (64, 128, 4, 5, 0)),
+        Choice("gemv", (4, 4)), Choice("ring", (16, 512, 1, 4, 8, 8)),
+        Choice("tile", (64, 128, 4, 4, 4, 0)), Choice("ring", (32, 256, 4, 2, 4, 8)),
+        Choice("tile", (64, 128, 2, 8, 6, 1)),
     ),
     (8192, 2048, True): (
-        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 5, 0)), Choice("loop", (128, 128, 1, 6, 0)),
-        Choice("loop", (128, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 3, 0)),
+        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 5, 0)),
+        Choice("tile", (128, 128, 1, 4, 6, 0)), Choice("loop", (128, 128, 1, 6, 0)),
+        Choice("tile", (64, 128, 1, 4, 3, 0)),
     ),
     (2048, 8192, False): (
-        Choice("gemv", (2, 4)), Choice("ring", (16, 512, 2, 4, 8, 8)), Choice("loop", (64, 128, 4, 5, 0)),
-        Choice("loop", (64, 128, 4, 5, 0)), Choice("loop", (64, 128, 4, 5, 0)),
+        Choice("gemv", (2, 4)), Choice("ring", (16, 512, 2, 4, 8, 8)),
+        Choice("tile", (64, 128, 4, 8, 6, 0)), Choice("loop", (64, 128, 4, 5, 0)),
+        Choice("tile", (64, 128, 4, 8, 6, 0)),
     ),
     (6144, 4096, False): (
-        Choice("gemv", (4, 4)), Choice("ring", (8, 512, 1, 8, 4, 4)), Choice("loop", (64, 128, 1, 6, 0)),
-        Choice("loop", (64, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
+        Choice("gemv", (4, 4)), Choice("ring", (8, 512, 1, 8, 4, 4)),
+        Choice("tile", (64, 128, 1, 8, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
+        Choice("tile", (64, 128, 1, 8, 6, 0)),
     ),
     (4096, 4096, False): (
-        Choice("gemv", (4, 4)), Choice("ring", (64, 256, 2, 5, 4, 4)), Choice("ring", (64, 256, 2, 5, 4, 8)),
-        Choice("ring", (64, 256, 2, 5, 4, 8)), Choice("loop", (64, 64, 2, 8, 0)),
+        Choice("gemv", (4, 4)), Choice("ring", (64, 256, 2, 5, 4, 4)),
+        Choice("tile", (64, 128, 2, 8, 6, 0)), Choice("ring", (64, 256, 2, 5, 4, 8)),
+        Choice("tile", (64, 128, 2, 8, 6, 1)),
     ),
     (14336, 4096, True): (
-        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 4, 0)), Choice("loop", (64, 128, 1, 4, 0)),
-        Choice("loop", (64, 128, 1, 4, 0)), Choice("loop", (128, 128, 1, 6, 0)),
+        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 4, 0)),
+        Choice("loop", (64, 128, 1, 4, 0)), Choice("loop", (64, 128, 1, 4, 0)),
+        Choice("tile", (128, 128, 1, 4, 6, 0)),
     ),
     (4096, 14336, False): (
-        Choice("gemv", (2, 4)), Choice("loop", (64, 128, 2, 6, 0)), Choice("loop", (64, 128, 2, 6, 0)),
-        Choice("loop", (64, 128, 2, 6, 0)), Choice("loop", (64, 64, 2, 8, 0)),
+        Choice("gemv", (2, 4)), Choice("loop", (64, 128, 2, 6, 0)),
+        Choice("tile", (64, 128, 4, 4, 3, 0)), Choice("loop", (64, 128, 2, 6, 0)),
+        Choice("tile", (64, 128, 2, 8, 6, 1)),
     ),
 }  # fmt: skip
 
@@ -197,13 +209,13 @@ def fits_tile(shape: LinearShape, blocks: tuple[int, ...], most_tokens: int = MA
     Programs of a cluster have parts of tiles only where they are all of a tile: with ``MAX_TOKENS``.
     """
     rows, width, split, weight_stages, token_stages, is_cluster = blocks
-    covers = rows in (16, 32, 64, 128, 256) and width in (64, 128)
+    covers = rows in (16, 32, 64, 128) and width in (64, 128)
     if not covers or shape.weight_rows % rows or shape.K % (split * width):
         return False
     if is_cluster and (split == 1 or padded(most_tokens) < MAX_TOKENS):
         return False
     # A program that adds all sums of a tile holds them in registers: more of them spilled.
-    if not is_cluster and (rows > 128 or (split > 1 and rows * split * padded(most_tokens) > 1 << 14)):
+    if not is_cluster and split > 1 and rows * split * padded(most_tokens) > 1 << 14:
         return False
     steps = shape.K // split // width
     held = (weight_stages * rows + token_stages * MAX_TOKENS) * width * 2
@@ -214,18 +226,17 @@ def fits_tile(shape: LinearShape, blocks: tuple[int, ...], most_tokens: int = MA
 def _tile_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
     """Tiles of which one or two fit a multiprocessor, with as few splits as keep most of the chip busy."""
     seen = set()
-    for rows in (32, 64, 128, 256):
-        width = 64 if rows == 256 else 128
+    for rows in (32, 64, 128):
         for split in (1, 2, 4, 8):
-            programs, steps = shape.weight_rows // rows * split, shape.K // split // width
+            programs, steps = shape.weight_rows // rows * split, shape.K // split // 128
             if not 64 <= programs <= 1056 or (split > 1 and programs > 300) or not steps:
                 continue
-            for held, tokens in ((112, 3), (224, 6)):
-                token_stages = min(steps, tokens * 128 // width)
-                left = (held << 10) - token_stages * MAX_TOKENS * width * 2
-                weight_stages = min(steps, left // (rows * width * 2))
+            for held, token_stages in ((112, 3), (224, 6)):
+                token_stages = min(steps, token_stages)
+                left = (held << 10) - token_stages * MAX_TOKENS * 256
+                weight_stages = min(steps, left // (rows * 256))
                 for is_cluster in (0, 1):
-                    blocks = (rows, width, split, weight_stages, token_stages, is_cluster)
+                    blocks = (rows, 128, split, weight_stages, token_stages, is_cluster)
                     if blocks not in seen and fits_tile(shape, blocks, num_tokens):
                         seen.add(blocks)
                         yield Choice("tile", blocks)

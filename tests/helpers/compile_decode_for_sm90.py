@@ -16,6 +16,7 @@ def facts(binary):
     return {
         **resources(binary),
         "wide_before_wait": count_wide_loads(before) if wait else 0,
+        "bulk_before_wait": before.count("cp.async.bulk.tensor") if wait else 0,
         "waits": ptx.count("griddepcontrol.wait"),
         "starts_next_first": "griddepcontrol.launch_dependents" in before,
         "stores_before_wait": len(re.findall(r"st\.global|atom\.global", before)) if wait else 0,

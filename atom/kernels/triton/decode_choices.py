@@ -123,9 +123,26 @@ def default_choice(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Choi
         if has_gluon and shape.K < 2048 and fits_gluon(shape, 2, 4):
             return Choice("gluon", (2, 4))
         return Choice("gemv", (_gemv_rows(shape.K), 4))
+    blocks = _tile_blocks(shape, CLASSES[index]) if has_gluon else None
+    if blocks is not None:
+        return Choice("tile", blocks)
     if index in (1, 2) and shape.weight_rows * shape.K <= 1 << 22 and fits_rows(shape, 16, 4):
         return Choice("rows", (16, 4))
     return Choice("loop", _loop_blocks(shape))
+
+
+def _tile_blocks(shape: LinearShape, most_tokens: int) -> tuple[int, ...] | None:
+    """The tallest tiles that keep most of the chip busy, with few splits; None: the shape has too few rows."""
+    for rows, split in ((128, 1), (64, 1), (64, 2), (64, 4), (32, 1), (32, 2), (32, 4), (32, 8)):
+        programs, steps = shape.weight_rows // rows * split, shape.K // split // 128
+        is_alone = programs <= 132  # on its multiprocessor
+        token_stages = min(steps, 6 if is_alone else 3)
+        left = ((224 if is_alone else 112) << 10) - token_stages * MAX_TOKENS * 256
+        is_cluster = int(split > 1 and most_tokens == MAX_TOKENS)
+        blocks = (rows, 128, split, min(steps, left // (rows * 256)), token_stages, is_cluster)
+        if programs >= 96 and fits_tile(shape, blocks, most_tokens):
+            return blocks
+    return None
 
 
 def _gemv_rows(columns: int) -> int:

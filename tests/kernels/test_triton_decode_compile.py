@@ -14,7 +14,7 @@ EARLY = {
     "warp_splits",
     "head_gemv",
 }  # load weights or keys before they wait
-CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:32", "qwen3-0.6b:64")
+CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:64")
 INDEPENDENT = {"_embed", "_prepare", "_prepare_and_embed"}
 
 

@@ -254,6 +254,7 @@ def gemm_tile(
         acc, up_acc = warpgroup_mma_wait(0, deps=[acc, up_acc])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
+    _barrier()  # sums pass through shared memory that products of other warps may still read
     parts = partial + pid * SPLIT * BN * BM
     own = parts + split * BN * BM
     spot = token[:, None] * RBN + inner[None, :]

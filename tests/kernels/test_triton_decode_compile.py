@@ -41,6 +41,7 @@ def test_decode_kernels_compile_for_sm_90(tmp_path):
             assert facts["wide_before_wait"] >= 2, f"{name} loads nothing wide before it waits"
         if kernel == "gemm_tile":
             assert facts["bulk_before_wait"] >= 2, f"{name} asks for few weights before it waits"
+            assert facts["meets_behind_products"], f"{name} writes over what other warps may still read"
         if kernel == "gemv_rows":
             assert facts["barriers"] == 0, f"{name} passes something through shared memory"
 

@@ -173,23 +173,20 @@ class FusedCudaDecoder(FusedDecoder):
         attention = [layer.attention for layer in self._layers]
         self._attention = DecodeAttention(device, attention, max_tokens, uses_pdl, has_gluon)
 
-        # Products read whole tiles of tokens.
-        def room(*shape: int, dtype: torch.dtype = dtype, rows: int = padded(max_tokens)) -> torch.Tensor:
+        def room(*shape: int, dtype: torch.dtype = dtype, rows: int = max_tokens) -> torch.Tensor:
             return torch.zeros((rows, *shape), dtype=dtype, device=device)
 
         hidden_size, vocab = self._table.shape[1], len(weight)
-        self._x, self._scaled = room(hidden_size), room(hidden_size)
+        whole = padded(max_tokens)  # products read whole tiles of tokens
+        self._x, self._scaled = (room(hidden_size, rows=whole) for _ in range(2))
         self._qkv = room(len(first.qkv.weight))
-        self._attended = room(first.output.weight.shape[1])
-        self._gated = room(first.down.weight.shape[1])
+        self._attended = room(first.output.weight.shape[1], rows=whole)
+        self._gated = room(first.down.weight.shape[1], rows=whole)
         self._cos, self._sin = (room(*self._ropes[0].shape) for _ in range(2))
-        self.hidden = room(hidden_size)
-        self.logits = room(vocab, rows=max_tokens)
-        self._keys = room(dtype=torch.int64, rows=max_tokens)
-        # Ids, then flags: one copy takes both to the host.
-        self._results = torch.zeros(9 * max_tokens, dtype=torch.uint8, device=device)
-        self.token_ids = self._results[: 8 * max_tokens].view(torch.int64)
-        self.is_finite = self._results[8 * max_tokens :].view(torch.bool)
+        self.hidden, self.logits = room(hidden_size), room(vocab)
+        self._keys = room(dtype=torch.int64)
+        self.token_ids, self.is_finite = room(dtype=torch.int64), room(dtype=torch.bool)
+        self.outbox = None if device.type == "cpu" else Outbox(max_tokens, device)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of both, by number of tokens
         self._is_on_host = device.type == "cpu"
         self._flags = torch.tensor([1, vocab], dtype=torch.int32).to(device)

@@ -64,22 +64,22 @@ MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
         Choice("tile", (64, 128, 4, 6, 6, 1)),
     ),
     (3072, 2048, False): (
-        Choice("gemv", (4, 4)), Choice("ring", (32, 512, 1, 4, 4, 4)),
+        Choice("gemv", (8, 4)), Choice("ring", (32, 512, 1, 4, 4, 4)),
         Choice("tile", (64, 128, 2, 8, 6, 0)), Choice("loop", (64, 128, 2, 5, 0)),
         Choice("tile", (128, 128, 4, 4, 4, 1)),
     ),
     (2048, 2048, False): (
-        Choice("gemv", (4, 4)), Choice("ring", (16, 512, 1, 4, 8, 8)),
+        Choice("gluon", (4, 4)), Choice("ring", (16, 512, 1, 4, 8, 8)),
         Choice("tile", (64, 128, 4, 4, 4, 0)), Choice("ring", (32, 256, 4, 2, 4, 8)),
         Choice("tile", (64, 128, 2, 8, 6, 1)),
     ),
     (8192, 2048, True): (
-        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 5, 0)),
+        Choice("gluon", (2, 4)), Choice("loop", (64, 128, 1, 5, 0)),
         Choice("tile", (128, 128, 1, 4, 6, 0)), Choice("loop", (128, 128, 1, 6, 0)),
         Choice("tile", (64, 128, 1, 4, 3, 0)),
     ),
     (2048, 8192, False): (
-        Choice("gemv", (2, 4)), Choice("ring", (16, 512, 2, 4, 8, 8)),
+        Choice("gemv", (4, 8)), Choice("ring", (16, 512, 2, 4, 8, 8)),
         Choice("tile", (64, 128, 4, 8, 6, 0)), Choice("loop", (64, 128, 4, 5, 0)),
         Choice("tile", (64, 128, 4, 8, 6, 0)),
     ),

@@ -180,7 +180,7 @@ class DecodeLinear:
         return Scaled(next_x, triton.cdiv(shape.weight_rows, choice.blocks[0]))
 
 
-def _launch_gemv(workspace, x, layer, out, residual, blocks, shape, uses_pdl) -> None:
+def _launch_gemv(x, layer, out, residual, blocks, shape, uses_pdl, is_first) -> None:
     rows, warps = blocks
     if shape.activation:
         rows = max(rows, 2)

@@ -24,7 +24,8 @@ from atom.benchmarks.decode_launches import (
 from atom.benchmarks.gpu_measure import device_us, record_graph, relative_error
 from atom.benchmarks.gpu_roofline import H200
 from atom.errors import ConfigError
-from atom.kernels.triton.decode_linear import MAX_TOKENS, DecodeLinear, LinearArguments
+from atom.kernels.triton.decode_choices import MAX_TOKENS
+from atom.kernels.triton.decode_linear import DecodeLinear, LinearArguments
 from atom.kernels.triton.fused_attention_launch import (
     MAX_PROGRAMS,
     BatchShape,
@@ -103,10 +104,11 @@ class Chain:
         self.linear = DecodeLinear(device, has_gluon=True, uses_pdl=uses_pdl)
         self.attend = DecodeAttention(device, [self.attention], batch, uses_pdl, True)
         self.linear.reserve([layer.shape for layer in self.layers[0][0].values()], batch)
-        self.x, self.next_x = (self._random(batch, hidden) for _ in range(2))
+        # In rooms for more tokens, as serving has them.
+        self.x, self.next_x = (self._random(MAX_TOKENS, hidden)[:batch] for _ in range(2))
         self.qkv = self._random(batch, shape.linears["qkv"][0])
-        self.attended = self._random(batch, shape.num_heads * dim)
-        self.gated = self._random(batch, shape.intermediate_size)
+        self.attended = self._random(MAX_TOKENS, shape.num_heads * dim)[:batch]
+        self.gated = self._random(MAX_TOKENS, shape.intermediate_size)[:batch]
         pages = torch.arange(batch * columns, device=device)
         if device != META:
             pages = torch.randperm(batch * columns, device=device)

@@ -1,6 +1,7 @@
 """Measures block sizes of a decode step's linear layers inside whole layers, and keeps the best on disk.
 
-    python -m atom.benchmarks.decode_tune [--models qwen3-0.6b ...] [--batches 8 32 64] [--budget 100] [--json FOLDER]
+    python -m atom.benchmarks.decode_tune [--models qwen3-0.6b ...] [--batches 8 16 32 64] [--kernels tile loop]
+        [--budget 100] [--json FOLDER]
 
 Every candidate is checked against fp32 on fresh random data, with the norm of the launch behind it or before it.
 It is then timed in a graph of layers (QKV, output, gate/up, down, each launched while the one before it ends, without
@@ -15,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +33,21 @@ from atom.benchmarks.decode_launches import (
 )
 from atom.benchmarks.gpu_measure import device_us, record_graph, relative_error
 from atom.benchmarks.gpu_roofline import H200
-from atom.kernels.triton.decode_linear import (
+from atom.kernels.triton.decode_choices import (
     CLASSES,
+    MAX_TOKENS,
     Choice,
-    DecodeLinear,
-    LinearArguments,
     LinearShape,
-    Scaled,
     candidates,
     default_choice,
     token_class,
 )
+from atom.kernels.triton.decode_linear import DecodeLinear, LinearArguments, Scaled
 from atom.kernels.triton.decode_table import save_table
 from atom.platforms import get_platform
 
-BATCHES = (8, 32, 64)
+BATCHES = (8, 16, 32, 64)
+KERNELS = ("gemv", "gluon", "loop", "rows", "ring", "tile")
 PARTS = ("o", "down", "gate_up", "qkv")  # in the order they are tuned: who leaves half a norm first
 ROTATED_BYTES = 400 << 20  # weights that take turns
 BOUND = 1e-2  # relative error of bf16 against fp32
@@ -60,11 +62,14 @@ def linear_shape(shape: DecodeShape, part: str) -> LinearShape:
     return LinearShape(rows // 2 if activation else rows, columns, activation)
 
 
-def choices_of(shape: DecodeShape, part: str, num_tokens: int) -> list[Choice]:
-    """The usual choice, and what else is tried."""
+def choices_of(
+    shape: DecodeShape, part: str, num_tokens: int, kernels: Sequence[str] = KERNELS
+) -> list[Choice]:
+    """The usual choice, and what else is tried of ``kernels``."""
     one = linear_shape(shape, part)
     usual = default_choice(one, num_tokens, True)
-    return [usual, *(choice for choice in candidates(one, num_tokens, True) if choice != usual)]
+    others = (choice for choice in candidates(one, num_tokens, True) if choice.kernel in kernels)
+    return [usual, *(choice for choice in others if choice != usual)]
 
 
 class Layers:
@@ -92,11 +97,12 @@ class Layers:
         self.run = DecodeLinear(device, has_gluon=True, uses_pdl=True)
         self._reserve()
         first = self.layers[0]
-        self.x, self.next_x = (self.random(num_tokens, shape.hidden_size) for _ in range(2))
-        self.qkv = self.random(num_tokens, first["qkv"].shape.N)
+        # In rooms for more tokens, as serving has them.
+        self.x, self.next_x = (self.random(MAX_TOKENS, shape.hidden_size)[:num_tokens] for _ in range(2))
+        self.qkv = self.random(MAX_TOKENS, first["qkv"].shape.N)[:num_tokens]
         # Stands for the output of the attention, so that it is written by the launch before.
         self.attended = self.qkv.view(-1)[: num_tokens * first["o"].shape.K].view(num_tokens, -1)
-        self.gated = self.random(num_tokens, first["down"].shape.K)
+        self.gated = self.random(MAX_TOKENS, first["down"].shape.K)[:num_tokens]
 
     def random(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=self.device).normal_()
@@ -113,8 +119,11 @@ class Layers:
 
     def launch(self, choices: Choices) -> None:
         """All layers once."""
-        run, scaled = self.run, None
-        halves = {"next_norm": self.norm, "next_x": self.next_x} if self.halves_norms else {}
+        run, scaled, halves = self.run, None, {}
+        if self.halves_norms:
+            halves = {"next_norm": self.norm, "next_x": self.next_x}
+            # Left by the layer before the first one.
+            scaled = Scaled(self.next_x, NUM_SHARES)
         for layer in self.layers:
             run(self.x, layer["qkv"], self.qkv, choice=choices["qkv"], scaled=scaled)
             scaled = run(self.attended, layer["o"], self.x, self.x, choice=choices["o"], **halves)
@@ -160,11 +169,12 @@ class Layers:
     def time_us(self, choices: Choices, repeats: int = 15) -> float:
         """Median microseconds a layer of recorded layers."""
         self.x.normal_()
+        self.run._workspace.shares.fill_(1.0)
         graph = record_graph(lambda: self.launch(choices))
         return statistics.median(device_us(graph.replay) for _ in range(repeats)) / len(self.layers)
 
 
-def tune_layers(layers: Layers, deadline: float) -> dict[str, Any]:
+def tune_layers(layers: Layers, deadline: float, kernels: Sequence[str] = KERNELS) -> dict[str, Any]:
     """Choices and microseconds a layer of one model and number of tokens, and how they were reached."""
     shape, n = layers.shape, layers.num_tokens
     best = {part: choices_of(shape, part, n)[0] for part in PARTS}
@@ -175,7 +185,7 @@ def tune_layers(layers: Layers, deadline: float) -> dict[str, Any]:
     for number, part in enumerate(PARTS):
         until = time.monotonic() + (deadline - time.monotonic()) / (len(PARTS) - number)
         before, found, num_wrong, num_left = fastest, [], 0, 0
-        for choice in choices_of(shape, part, n):
+        for choice in choices_of(shape, part, n, kernels):
             if time.monotonic() > until and found:
                 num_left += 1
                 continue
@@ -210,7 +220,9 @@ def tune_layers(layers: Layers, deadline: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def record_all(recorder: Recorder, shapes: list[DecodeShape], batches: list[int]) -> None:
+def record_all(
+    recorder: Recorder, shapes: list[DecodeShape], batches: list[int], kernels: Sequence[str] = KERNELS
+) -> None:
     """Let ``recorder`` see every launch of every candidate."""
     for shape in shapes:
         for n in batches:
@@ -218,7 +230,7 @@ def record_all(recorder: Recorder, shapes: list[DecodeShape], batches: list[int]
             usual = {part: choices_of(shape, part, n)[0] for part in PARTS}
             layers.launch(usual)
             for part in PARTS:
-                for choice in choices_of(shape, part, n):
+                for choice in choices_of(shape, part, n, kernels):
                     recorder.label = f"{shape.name} {part} M={n} {choice.kernel}{choice.blocks}"
                     options: dict[str, Any] = {}
                     layer, given = layers.layers[0][part], layers.random(n, linear_shape(shape, part).K)
@@ -233,14 +245,18 @@ def record_all(recorder: Recorder, shapes: list[DecodeShape], batches: list[int]
 
 
 def tune(
-    shapes: list[DecodeShape], batches: list[int], budget_s: float = 100.0, json_folder: Any = None
+    shapes: list[DecodeShape],
+    batches: list[int],
+    budget_s: float = 100.0,
+    json_folder: Any = None,
+    kernels: Sequence[str] = KERNELS,
 ) -> None:
     """Compile every candidate side by side, time them model by model in processes of their own, keep the best."""
-    compile_side_by_side(launches_of(lambda recorder: record_all(recorder, shapes, batches)))
+    compile_side_by_side(launches_of(lambda recorder: record_all(recorder, shapes, batches, kernels)))
     lines: list[dict[str, Any]] = []
     for shape in shapes:
         args = ["--one", "--models", shape.name, "--batches", *map(str, batches)]
-        args += ["--budget", str(budget_s / len(shapes))]
+        args += ["--budget", str(budget_s / len(shapes)), "--kernels", *kernels]
         lines += lines_of_child("atom.benchmarks.decode_tune", args, shape.name)
     if json_folder is not None:
         folder = Path(json_folder)
@@ -262,7 +278,7 @@ def tune(
 
 
 def measured_of(shapes: list[DecodeShape], table: dict[tuple[LinearShape, int], Choice]) -> str:
-    """Entries of ``decode_linear.MEASURED``; classes that were not measured keep their usual choice."""
+    """Entries of ``decode_choices.MEASURED``; classes that were not measured keep their usual choice."""
     entries = {}
     for shape in shapes:
         for part in shape.linears:
@@ -274,7 +290,7 @@ def measured_of(shapes: list[DecodeShape], table: dict[tuple[LinearShape, int], 
     return "\n".join(f"    {key}: (\n{text}\n    )," for key, text in entries.items())
 
 
-def run_one(shape: DecodeShape, batches: list[int], budget_s: float) -> None:
+def run_one(shape: DecodeShape, batches: list[int], budget_s: float, kernels: Sequence[str]) -> None:
     """Tune one model in this process."""
     device = torch.device("cuda")
     size = shape.layer_weights
@@ -283,7 +299,7 @@ def run_one(shape: DecodeShape, batches: list[int], budget_s: float) -> None:
     began = time.monotonic()
     for number, n in enumerate(batches):
         deadline = began + budget_s * (number + 1) / len(batches)
-        print_line(tune_layers(Layers(shape, n, device, pool), deadline))
+        print_line(tune_layers(Layers(shape, n, device, pool), deadline, kernels))
 
 
 def main() -> None:
@@ -292,15 +308,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--budget", type=float, default=100.0, help="seconds for timing, without compiling")
+    parser.add_argument(
+        "--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="tried beside the usual"
+    )
     parser.add_argument("--json", type=Path, help="folder of decode_tune.json with every figure")
     # --one: this process runs the model itself.
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     shapes = [shape for shape in SHAPES if shape.name in args.models]
     if args.one:
-        run_one(shapes[0], args.batches, args.budget)
+        run_one(shapes[0], args.batches, args.budget, args.kernels)
     else:
-        tune(shapes, args.batches, args.budget, args.json)
+        tune(shapes, args.batches, args.budget, args.json, args.kernels)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from atom.kernels.triton.decode_linear import (
-    MAX_TOKENS,
-    DecodeLinear,
-    HeadBuffers,
-    LinearArguments,
-    head,
-)
+from atom.kernels.triton.decode_choices import MAX_TOKENS, padded
+from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
 from atom.kernels.triton.decode_parts import ACTIVATIONS, compact
 from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
 from atom.kernels.triton.decode_table import load_table
@@ -178,14 +173,15 @@ class FusedCudaDecoder(FusedDecoder):
         attention = [layer.attention for layer in self._layers]
         self._attention = DecodeAttention(device, attention, max_tokens, uses_pdl, has_gluon)
 
-        def room(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.zeros((max_tokens, *shape), dtype=dtype, device=device)
+        def room(*shape: int, dtype: torch.dtype = dtype, rows: int = max_tokens) -> torch.Tensor:
+            return torch.zeros((rows, *shape), dtype=dtype, device=device)
 
         hidden_size, vocab = self._table.shape[1], len(weight)
-        self._x, self._scaled = room(hidden_size), room(hidden_size)
+        whole = padded(max_tokens)  # products read whole tiles of tokens
+        self._x, self._scaled = (room(hidden_size, rows=whole) for _ in range(2))
         self._qkv = room(len(first.qkv.weight))
-        self._attended = room(first.output.weight.shape[1])
-        self._gated = room(first.down.weight.shape[1])
+        self._attended = room(first.output.weight.shape[1], rows=whole)
+        self._gated = room(first.down.weight.shape[1], rows=whole)
         self._cos, self._sin = (room(*self._ropes[0].shape) for _ in range(2))
         self.hidden, self.logits = room(hidden_size), room(vocab)
         self._keys = room(dtype=torch.int64)

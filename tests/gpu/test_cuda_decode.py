@@ -62,19 +62,20 @@ def test_linears_of_real_shapes(shape, num_tokens):
                 assert error(out, wide) < BOUND, f"{name} {kind.choice(layer.shape, num_tokens)}"
 
 
-@pytest.mark.skipif(not IS_HOPPER, reason="the ring kernel is compiled for sm_90")
-@pytest.mark.parametrize("num_tokens", [2, 8, 27, 64])
+@pytest.mark.skipif(not IS_HOPPER, reason="rings and tiles are compiled for sm_90")
+@pytest.mark.parametrize("kernel", ["ring", "tile"])
+@pytest.mark.parametrize("num_tokens", [8, 27, 64])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_rings_of_real_shapes(shape, num_tokens):
+def test_kernels_for_sm_90_at_real_shapes(shape, num_tokens, kernel):
     """The least and the most that a program asks for before it waits, without and with splits over K."""
     layers = Layers(shape, num_tokens, torch.device("cuda"), random(LAYERS_SIZE, scale=0.01))
     for part in shape.linears:
-        rings = [c for c in choices_of(shape, part, num_tokens) if c.kernel == "ring"]
-        assert rings, f"{part} has no ring for {num_tokens} tokens"
-        rings.sort(
+        tried = [c for c in choices_of(shape, part, num_tokens) if c.kernel == kernel]
+        assert tried, f"{part} has no {kernel} for {num_tokens} tokens"
+        tried.sort(
             key=lambda choice: (choice.blocks[2], choice.blocks[0] * choice.blocks[1] * choice.blocks[3])
         )
-        for choice in {rings[0], rings[len(rings) // 2], rings[-1]}:
+        for choice in {tried[0], tried[len(tried) // 2], tried[-1]}:
             assert layers.check(part, choice) == "", f"{part} {choice}"
 
 

@@ -13,9 +13,12 @@ from tests.helpers.sm90_code import compiled, count_wide_loads, resources
 def facts(binary):
     ptx = binary.asm["ptx"]
     before, wait, _ = ptx.partition("griddepcontrol.wait")
+    behind_products = ptx.rpartition("wgmma.wait_group.sync.aligned 0")[2]
     return {
         **resources(binary),
         "wide_before_wait": count_wide_loads(before) if wait else 0,
+        "bulk_before_wait": before.count("cp.async.bulk.tensor") if wait else 0,
+        "meets_behind_products": "bar.sync" in behind_products.partition("st.shared")[0],
         "waits": ptx.count("griddepcontrol.wait"),
         "starts_next_first": "griddepcontrol.launch_dependents" in before,
         "stores_before_wait": len(re.findall(r"st\.global|atom\.global", before)) if wait else 0,

@@ -1,7 +1,8 @@
 """Gluon kernels of ours run by Triton's interpreter: layouts are left out, shared memory is a numpy array.
 
 Layouts name where elements lie, never their values. Shared memory begins as NaN; copies to it arrive when they are
-waited for, no earlier, and until then their target is NaN. A product of tensor cores is a product in fp32.
+waited for, no earlier, and until then their target is NaN. Barriers refuse a wait for bytes that nobody sends. A
+product of tensor cores is a product in fp32.
 """
 
 import importlib.util
@@ -13,14 +14,17 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from atom.kernels.triton import fused_attention_launch
+from atom.kernels.triton import decode_gemm_tile_gluon, decode_linear, fused_attention_launch
 
 IMPORTS = {
     "from triton.experimental import gluon\n": "import triton as gluon\n",
     "from triton.experimental.gluon import language as gl\n": (
         "import triton.language as tl\nfrom tests.helpers.interpreted_gluon import language as gl\n"
     ),
+}
+OTHER_IMPORTS = {  # not of every kernel
     "from triton.experimental.gluon.language.nvidia.ampere import": "from tests.helpers.interpreted_gluon import",
+    "from triton.experimental.gluon.language.nvidia.hopper import": "from tests.helpers.interpreted_gluon import",
     "from triton.language import debug_barrier": "from tests.helpers.interpreted_gluon import debug_barrier",
 }
 
@@ -28,8 +32,9 @@ IMPORTS = {
 def interpreted(module, folder: Path):
     """``module`` with its Gluon functions as Triton functions, written to ``folder``."""
     source = Path(module.__file__).read_text()
-    for theirs, ours in IMPORTS.items():
+    for theirs in IMPORTS:
         assert theirs in source, f"{module.__name__} does not import Gluon as expected"
+    for theirs, ours in (IMPORTS | OTHER_IMPORTS).items():
         source = source.replace(theirs, ours)
     source = source.replace("gl.constexpr", "tl.constexpr")  # the interpreter knows it by this name
     path = folder / Path(module.__file__).name
@@ -48,6 +53,35 @@ def use_gluon_kernels(monkeypatch, folder: Path):
             monkeypatch.setattr(fused_attention_launch, name, kernels)
     elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("compiled for sm_90 alone")
+
+
+def use_tile_kernel(monkeypatch, folder: Path):
+    """Let tiles of a decode step's products run as on sm_90, through the interpreter where there is no device."""
+    if not torch.cuda.is_available():
+        module = interpreted(decode_gemm_tile_gluon, folder)
+        module.gemm_tile = _InClusters(module)
+        monkeypatch.setattr(decode_linear, "TensorDescriptor", Descriptor)
+        monkeypatch.setattr(decode_linear, "decode_gemm_tile_gluon", module)
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("compiled for sm_90 alone")
+
+
+class _InClusters:
+    """A kernel whose programs meet: each runs twice, and finds what all left the first time."""
+
+    def __init__(self, module):
+        self._kernel, self._rank = module.gemm_tile, 0
+        module._rank = lambda pid: pid * 0 + self._rank
+        module._store_of_each = lambda place, value, mask: tl.store(place, value, mask=mask)
+        module._meet = lambda pid: None
+
+    def __getitem__(self, grid):
+        def launch(*args, num_ctas, **options):
+            for turn in range(2 * num_ctas if num_ctas > 1 else 1):
+                self._rank = turn % num_ctas
+                self._kernel[grid](*args, **options)
+
+        return launch
 
 
 def _tensor(array, dtype):
@@ -136,8 +170,16 @@ class _Language:
     def convert_layout(self, value, layout):
         return value
 
-    def allocate_shared_memory(self, dtype, shape, layout):
-        return Shared(np.full([_number(n) for n in shape], np.nan, _numpy_dtype(dtype)), dtype)
+    def allocate_shared_memory(self, dtype, shape, layout, value=None):
+        kind = _numpy_dtype(dtype)
+        nothing = np.nan if np.issubdtype(kind, np.floating) else 0
+        shared = Shared(np.full([_number(n) for n in shape], nothing, kind), dtype)
+        if value is not None:
+            shared.store(value)
+        return shared
+
+    def barrier(self):
+        """Programs run one after the other, each as one thread."""
 
 
 def debug_barrier():
@@ -149,7 +191,7 @@ def _no_layout(*args, **options):
 
 
 def _numpy_dtype(dtype):
-    return {"fp16": np.float16, "fp32": np.float32}[str(getattr(dtype, "value", dtype))]
+    return {"fp16": np.float16, "fp32": np.float32, "int64": np.int64}[str(getattr(dtype, "value", dtype))]
 
 
 def mma_v2(a, b, acc):
@@ -158,5 +200,84 @@ def mma_v2(a, b, acc):
     return _tensor(product + acc.handle.data, tl.float32)
 
 
+class Descriptor:
+    """A tensor of fp16 that is brought by blocks; behind its end there are zeros."""
+
+    dtype = tl.float16
+
+    def __init__(self, base, shape, strides, block_shape, layout):
+        assert list(base.stride()) == strides and base.dtype is torch.float16
+        self.base = torch.as_strided(base, shape, strides)  # may go on behind its end, not behind its room's
+        self.block_shape, self.layout = block_shape, layout
+
+    def block(self, place):
+        found = np.zeros(self.block_shape, np.float16)
+        ranges = tuple(
+            slice(at, at + size) for at, size in zip(map(_number, place), self.block_shape, strict=True)
+        )
+        data = self.base[ranges].numpy()
+        found[tuple(slice(0, n) for n in data.shape)] = data
+        return found
+
+
+class _Barriers:
+    """``mbarrier`` with one arrival, and the copies that arrive with its bytes; by where a barrier lies."""
+
+    MBarrierLayout = staticmethod(lambda cga_layout: None)
+
+    def __init__(self):
+        self._states = {}
+
+    def init(self, bar, count):
+        assert _number(count) == 1
+        self._states[self._at(bar)] = [0, None, []]  # phases that ended, bytes still expected, copies
+
+    def expect(self, bar, num_bytes):
+        state = self._states[self._at(bar)]
+        assert state[1] is None, "the phase before has not ended"
+        state[1] = _number(num_bytes)
+
+    def wait(self, bar, phase):
+        state = self._states[self._at(bar)]
+        if state[0] % 2 == _number(phase):
+            assert state[1] == 0, f"{state[1]} bytes are still expected"
+            for target, data in state[2]:
+                target[...] = data
+            state[:] = [state[0] + 1, None, []]
+
+    def bring(self, descriptor, place, bar, tile):
+        state, data = self._states[self._at(bar)], descriptor.block(place)
+        assert data.shape == tile.array.shape
+        tile.array[...] = np.nan
+        state[1] -= data.nbytes
+        state[2].append((tile.array, data))
+
+    def _at(self, bar):
+        return bar.array.__array_interface__["data"][0]
+
+
+class tma:
+    """Of it what our kernels take."""
+
+    @staticmethod
+    def async_load(descriptor, place, bar, tile):
+        mbarrier.bring(descriptor, place, bar, tile)
+
+
+def fence_async_shared():
+    """Nothing is written here that another kind of access could miss."""
+
+
+def warpgroup_mma(a, b, acc, is_async=False):
+    product = np.matmul(a.array.astype(np.float32), b.array.astype(np.float32))
+    assert product.shape == acc.handle.data.shape
+    return _tensor(product + acc.handle.data, tl.float32)
+
+
+def warpgroup_mma_wait(num_outstanding, deps):
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
 language = _Language()
+mbarrier = _Barriers()
 async_copy = _Copies()

@@ -7,7 +7,8 @@ import torch
 
 from atom.benchmarks.decode_launches import META, launches_of
 from atom.kernels.reference.decode import fused_linear
-from atom.kernels.triton.decode_linear import Choice, DecodeLinear, LinearArguments, Scaled, fits_ring
+from atom.kernels.triton.decode_choices import Choice, fits_ring
+from atom.kernels.triton.decode_linear import DecodeLinear, LinearArguments, Scaled
 from tests.helpers.compile_decode_for_sm90 import facts
 from tests.helpers.ptx_machine import Machine
 from tests.helpers.sm90_code import compiled

@@ -5,20 +5,19 @@ import torch
 
 from atom.kernels.reference import decode as reference
 from atom.kernels.triton import fused_attention_launch
-from atom.kernels.triton.decode_linear import (
+from atom.kernels.triton.decode_choices import (
+    MAX_TOKENS,
     MEASURED,
     NEED_GLUON,
     Choice,
-    DecodeLinear,
-    HeadBuffers,
-    LinearArguments,
     LinearShape,
     candidates,
     default_choice,
     fits_ring,
-    head,
+    fits_tile,
     token_class,
 )
+from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, Scaled, head
 from atom.kernels.triton.decode_parts import ACTIVATIONS, LOWEST, compact
 from atom.kernels.triton.decode_step import Embedding, choose, embed, final_norm, prepare_decode
 from atom.kernels.triton.fused_attention_launch import (
@@ -29,7 +28,7 @@ from atom.kernels.triton.fused_attention_launch import (
 )
 from atom.kernels.triton.step_inputs import take_decode
 from tests.helpers.decode_case import BOUND, DEVICE, HALF, Case, close, error, random
-from tests.helpers.interpreted_gluon import use_gluon_kernels
+from tests.helpers.interpreted_gluon import use_gluon_kernels, use_tile_kernel
 
 LOWEST_KEY = LOWEST.value
 
@@ -144,6 +143,80 @@ def test_every_ring_that_is_tried_covers_its_shape():
                 assert width // slices >= 64 and warps in (slices, 2 * slices)
             assert not fits_ring(shape, (48, 512, 1, 2, 4, 4), num_tokens), "48 rows are no power of two"
             assert not fits_ring(shape, (16, 128, 1, 2, 4, 4), num_tokens), "32 columns a warp"
+
+
+def test_every_tile_that_is_tried_covers_its_shape():
+    for n, k, has_activation in MEASURED:
+        shape = LinearShape(n, k, int(has_activation))
+        tried = [choice.blocks for choice in candidates(shape, MAX_TOKENS, True) if choice.kernel == "tile"]
+        assert tried and len(tried) == len(set(tried)) and all(fits_tile(shape, blocks) for blocks in tried)
+        assert not fits_tile(shape, (48, 128, 1, 2, 2, 0)), "48 rows are no power of two"
+        assert not fits_tile(shape, (64, 128, 1, 4, 2 * k // 128, 0)), "more stages than steps"
+        assert not fits_tile(shape, (64, 128, 1, 1, 2, 0)), "a stage that is asked for before it is free"
+        assert not fits_tile(shape, (128, 128, 1, 7, 2, 0)), "224 KB of weights and 32 KB of tokens"
+        assert not fits_tile(shape, (64, 128, 2, 2, 2, 1), 32), "a cluster of parts of tiles"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "blocks", "activation", "around"),
+    [
+        (5, (16, 64, 1, 2, 4, 0), None, {"bias", "residual"}),  # weights go round, tokens are all there
+        (
+            19,
+            (16, 64, 2, 2, 2, 0),
+            None,
+            {"residual", "next"},
+        ),  # all asked for before the first product, two splits
+        (64, (32, 64, 1, 4, 2, 0), "silu", {"scaled", "bias"}),  # tokens go round
+        (33, (32, 64, 2, 2, 2, 0), "gelu_tanh", {"scaled"}),  # two splits of gate and up
+        (40, (32, 128, 1, 2, 2, 0), "silu", set()),
+        (64, (32, 64, 2, 2, 2, 1), "silu", {"scaled", "bias"}),  # a cluster
+        (40, (64, 64, 4, 1, 1, 1), None, {"next", "residual"}),
+        (17, (64, 64, 4, 1, 1, 0), None, {"next", "bias", "residual"}),
+    ],
+)
+def test_tiles_equal_their_twin(num_tokens, blocks, activation, around, tmp_path, monkeypatch):
+    use_tile_kernel(monkeypatch, tmp_path)
+    torch.manual_seed(num_tokens)
+    layer = linear(256, 64, activation, HALF, "scaled" in around, "bias" in around)
+    assert fits_tile(layer.shape, blocks)
+    x = random(num_tokens, 256, dtype=HALF)
+    residual = random(num_tokens, 64, dtype=HALF) if "residual" in around else None
+    wanted = reference.fused_linear(
+        x, layer.weight, norm=layer.norm, eps=1e-5, bias=layer.bias, activation=activation, residual=residual
+    )
+    run = DecodeLinear(x.device, table={(layer.shape, token_class(num_tokens)): Choice("tile", blocks)})
+    run.reserve([layer.shape])
+    shares, padded = run._workspace.shares, max(16, token_class(num_tokens))
+    shares.resize_(80 * padded).fill_(float("nan"))
+    options = {}
+    if "scaled" in around:
+        given = torch.rand(70, padded, device=DEVICE)  # more than are read at once
+        given[:, :num_tokens] *= x.float().square().sum(1) / given[:, :num_tokens].sum(0)
+        shares[: given.numel()] = given.view(-1)
+        options = {"scaled": Scaled((x.float() * layer.norm.float()).to(HALF), 70)}
+    next_norm, next_x = 1 + random(64, scale=0.2).to(HALF), torch.full_like(wanted, float("nan"))
+    if "next" in around:
+        options |= {"next_norm": next_norm, "next_x": next_x}
+    for _ in range(2):
+        out = torch.full_like(wanted, float("nan"))
+        left = run(x, layer, out, residual, **options)
+        assert close(out, wanted)
+        assert not run._workspace.arrivals.any(), "the next launch counts from zero"
+    if left is not None:
+        assert close(next_x, (out.float() * next_norm.float()).to(HALF))
+        sums = shares[: left.num_shares * padded].view(-1, padded).sum(0)[:num_tokens]
+        assert torch.allclose(sums, out.float().square().sum(1), rtol=1e-3)
+
+
+def test_a_norm_that_no_launch_did_half_of_is_taken_by_another_kernel(tmp_path, monkeypatch):
+    use_tile_kernel(monkeypatch, tmp_path)
+    layer, x = linear(256, 64, "silu", HALF, True, False), random(20, 256, dtype=HALF)
+    run = DecodeLinear(x.device, table={(layer.shape, 32): Choice("tile", (32, 64, 1, 4, 4, 0))})
+    run.reserve([layer.shape])
+    out = torch.empty(20, 64, dtype=HALF, device=DEVICE)
+    run(x, layer, out)
+    assert close(out, reference.fused_linear(x, layer.weight, norm=layer.norm, eps=1e-5, activation="silu"))
 
 
 def test_a_row_does_not_depend_on_its_company():

@@ -14,13 +14,13 @@ EARLY = {
     "warp_splits",
     "head_gemv",
 }  # load weights or keys before they wait
-CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:1", "llama-3.2-1b:32")
-INDEPENDENT = {"_embed", "_prepare", "_prepare_and_embed", "_take_decode"}
+CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:64")
+INDEPENDENT = {"_embed", "_prepare", "_prepare_and_embed"}
 
 
 def test_decode_kernels_compile_for_sm_90(tmp_path):
     found = json_of("compile_decode_for_sm90.py", tmp_path, *CASES)
-    assert {facts["kernel"] for facts in found.values()} >= EARLY
+    assert {facts["kernel"] for facts in found.values()} >= EARLY | {"gemm_tile"}
     for name, facts in found.items():
         kernel = facts["kernel"]
         # The exact cosine of large angles keeps a table of 28 bytes on the stack.
@@ -39,6 +39,9 @@ def test_decode_kernels_compile_for_sm_90(tmp_path):
             assert facts["stores_before_wait"] == 0, f"{name} writes before it waits"
         if kernel in EARLY and "launch_pdl" in name:
             assert facts["wide_before_wait"] >= 2, f"{name} loads nothing wide before it waits"
+        if kernel == "gemm_tile":
+            assert facts["bulk_before_wait"] >= 2, f"{name} asks for few weights before it waits"
+            assert facts["meets_behind_products"], f"{name} writes over what other warps may still read"
         if kernel == "gemv_rows":
             assert facts["barriers"] == 0, f"{name} passes something through shared memory"
 

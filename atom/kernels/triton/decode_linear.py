@@ -1,47 +1,29 @@
-"""The linear layers of a decode step: which kernel and which blocks serve a shape, and the launch.
-
-``gemv`` and ``gluon`` serve one token, ``loop``, ``rows`` and ``ring`` up to 64. What is best was measured for the
-shapes of ``MEASURED`` on an H200; other shapes follow rules drawn from them, and ``decode_table`` overrides both with
-what was measured on this machine. A choice depends on (N, K) and on the class of the number of tokens, on nothing
-else.
-"""
+"""The linear layers of a decode step: their launches, with the kernels and blocks of ``decode_choices``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from atom.kernels.triton import decode_gemm, decode_gemv
+from atom.kernels.triton import decode_gemm, decode_gemm_tile_gluon, decode_gemv
+from atom.kernels.triton.decode_choices import (
+    CLASSES,
+    MAX_TOKENS,
+    Choice,
+    LinearShape,
+    chunk,
+    default_choice,
+    padded,
+    power_of_two_divisor,
+    token_class,
+    without_scaled,
+)
 from atom.kernels.triton.decode_parts import pdl_options
-
-MAX_TOKENS = 64
-# The most tokens of each class that has its own choices; products are padded to it.
-CLASSES = (1, 16, 32, MAX_TOKENS)
-
-
-@dataclass(frozen=True, slots=True)
-class LinearShape:
-    """``out [M, N] = residual + act(x [M, K] @ weight^T + bias)``; with an activation the weight has 2 N rows."""
-
-    N: int
-    K: int
-    activation: int = 0
-
-    @property
-    def weight_rows(self) -> int:
-        return 2 * self.N if self.activation else self.N
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A kernel's name and its block sizes, in the order of its builder."""
-
-    kernel: str
-    blocks: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -86,174 +68,6 @@ class LinearArguments:
         }
 
 
-NEED_GLUON = ("gluon", "ring")
-
-# (N, K, has an activation) -> by class; the last one serves the larger classes too.
-MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
-    (4096, 1024, False): (
-        Choice("gluon", (4, 4)), Choice("ring", (16, 256, 1, 4, 4, 4)), Choice("loop", (64, 128, 2, 5, 0)),
-    ),
-    (1024, 2048, False): (
-        Choice("gluon", (2, 4)), Choice("ring", (8, 512, 1, 4, 4, 4)), Choice("ring", (32, 256, 4, 2, 4, 8)),
-    ),
-    (3072, 1024, True): (
-        Choice("gluon", (2, 8)), Choice("ring", (32, 512, 1, 2, 8, 8)), Choice("loop", (64, 128, 1, 6, 0)),
-    ),
-    (1024, 3072, False): (
-        Choice("gluon", (1, 8)), Choice("ring", (16, 256, 4, 3, 4, 4)),
-        Choice("ring", (32, 256, 4, 3, 4, 4)), Choice("loop", (64, 128, 8, 4, 0)),
-    ),
-    (3072, 2048, False): (Choice("gemv", (8, 4)), Choice("loop", (64, 128, 2, 5, 0))),
-    (2048, 2048, False): (Choice("gluon", (4, 4)), Choice("loop", (64, 128, 4, 5, 0))),
-    (8192, 2048, True): (Choice("gluon", (2, 4)), Choice("loop", (64, 128, 1, 5, 0))),
-    (2048, 8192, False): (Choice("gemv", (4, 8)), Choice("loop", (64, 128, 4, 5, 0))),
-    (6144, 4096, False): (
-        Choice("gemv", (4, 4)), Choice("ring", (8, 512, 1, 8, 4, 4)), Choice("loop", (64, 128, 1, 6, 0)),
-    ),
-    (4096, 4096, False): (
-        Choice("gemv", (4, 4)), Choice("ring", (64, 256, 2, 5, 4, 4)),
-        Choice("ring", (64, 256, 2, 5, 4, 8)), Choice("loop", (64, 64, 2, 8, 0)),
-    ),
-    (14336, 4096, True): (
-        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 4, 0)),
-        Choice("loop", (64, 128, 1, 4, 0)), Choice("loop", (128, 128, 1, 6, 0)),
-    ),
-    (4096, 14336, False): (
-        Choice("gemv", (2, 4)), Choice("loop", (64, 128, 2, 6, 0)),
-        Choice("loop", (64, 128, 2, 6, 0)), Choice("loop", (64, 64, 2, 8, 0)),
-    ),
-}  # fmt: skip
-
-
-def power_of_two_divisor(n: int, limit: int) -> int:
-    """The largest power of two that divides ``n``, at most ``limit`` (a power of two)."""
-    return min(n & -n, limit)
-
-
-def default_choice(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Choice:
-    """The blocks for a shape, measured or by rule."""
-    index = CLASSES.index(token_class(num_tokens))
-    measured = MEASURED.get((shape.N, shape.K, shape.activation > 0))
-    if measured is not None:
-        choice = measured[min(index, len(measured) - 1)]
-        if has_gluon or choice.kernel not in NEED_GLUON:
-            return choice
-    if index == 0:
-        if has_gluon and shape.K < 2048 and fits_gluon(shape, 2, 4):
-            return Choice("gluon", (2, 4))
-        return Choice("gemv", (_gemv_rows(shape.K), 4))
-    if index == 1 and shape.weight_rows * shape.K <= 1 << 22 and fits_rows(shape, 16, 4):
-        return Choice("rows", (16, 4))
-    return Choice("loop", _loop_blocks(shape))
-
-
-def _gemv_rows(columns: int) -> int:
-    if columns > 4096:
-        return 2
-    return 4 if columns >= 2048 else 8 if columns >= 1024 else 16
-
-
-def _loop_blocks(shape: LinearShape) -> tuple[int, int, int, int, int]:
-    programs = triton.cdiv(shape.weight_rows, 64)
-    for split in (1, 2, 4, 8):
-        width = power_of_two_divisor(shape.K // split, 128) if shape.K % split == 0 else 0
-        if width >= 64 and programs * split >= 96:
-            return 64, width, split, 5, 0
-    return 64, power_of_two_divisor(shape.K, 128), 1, 5, 0
-
-
-def fits_gluon(shape: LinearShape, rows_a_warp: int, warps: int) -> bool:
-    """Whether rows divide evenly and a thread can hold them; columns go in chunks of 256 at least."""
-    held = rows_a_warp * shape.K * (2 if shape.activation else 1) // 32
-    return shape.N % (rows_a_warp * warps) == 0 and shape.K % 256 == 0 and held <= 256
-
-
-def fits_rows(shape: LinearShape, rows: int, warps: int) -> bool:
-    """Whether the whole-rows kernel for few tokens can hold its rows in registers."""
-    chunk = _chunk(shape.K)
-    return chunk // warps >= 16 and rows * shape.K // (32 * warps) <= 128 and rows % 8 == 0
-
-
-def _chunk(columns: int) -> int:
-    return (
-        power_of_two_divisor(columns, 4096)
-        if columns & (columns - 1) == 0
-        else power_of_two_divisor(columns, 1024)
-    )
-
-
-def fits_ring(shape: LinearShape, blocks: tuple[int, ...], most_tokens: int = MAX_TOKENS) -> bool:
-    """Whether ``(rows, columns a step, splits, stages, slices, warps)`` cover the shape and fit a multiprocessor.
-
-    A warp takes at least 64 columns of a step. The registers that a thread needs are estimated: where it was more
-    than this, the compiler spilled.
-    """
-    rows, width, split, stages, slices, warps = blocks
-    if warps % slices or width % slices or width // slices not in (64, 128, 256):
-        return False
-    wide, steps = _padded(most_tokens), shape.K // split // width
-    along_rows = warps // slices
-    if rows & (rows - 1) or rows // along_rows < 8 or shape.weight_rows % rows or shape.K % (split * width):
-        return False
-    values = wide * rows // along_rows + wide * width // slices // 2 * min(2, steps)
-    # A step's weights, and shares of the sums of squares.
-    values += rows // along_rows * 32 + 64 * wide // warps
-    shared = max(stages * rows * width * 2, slices * wide * rows * 4)
-    return values // 32 <= 200 and shared <= 220_000 and stages <= steps
-
-
-def _ring_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
-    """Rings that ask for 24 to 200 KB a program before the wait, with as few splits as keep most chips busy."""
-    most, seen = token_class(num_tokens), set()
-    for rows in (8, 16, 32, 64, 128):
-        for slices, along_rows, width in ((4, 1, 64), (4, 1, 128), (8, 1, 64), (8, 1, 128), (4, 2, 64)):
-            for split in (1, 2, 4, 8):
-                programs, step = shape.weight_rows // rows * split, slices * width
-                steps = shape.K // split // step
-                if not 96 <= programs <= 1056 or (split > 1 and programs > 300) or steps < 1:
-                    continue
-                for held in (64 << 10, 160 << 10):
-                    stages = min(steps, held // (rows * step * 2))
-                    blocks = (rows, step, split, stages, slices, slices * along_rows)
-                    is_short = stages < min(steps, 3) or stages * rows * step < 12 << 10
-                    if blocks not in seen and not is_short and fits_ring(shape, blocks, most):
-                        seen.add(blocks)
-                        yield Choice("ring", blocks)
-
-
-def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator[Choice]:
-    """What is worth measuring for a shape."""
-    if num_tokens == 1:
-        for rows in (1, 2, 4, 8, 16):
-            for warps in (2, 4, 8):
-                held = rows * shape.K // (32 * warps)
-                if 24 <= held <= 128 and not (shape.activation and rows < 2):
-                    yield Choice("gemv", (rows, warps))
-        if has_gluon:
-            for rows in (1, 2, 4):
-                for warps in (2, 4, 8):
-                    if fits_gluon(shape, rows, warps):
-                        yield Choice("gluon", (rows, warps))
-        return
-    if has_gluon:
-        yield from _ring_candidates(shape, num_tokens)
-    for rows in (8, 16, 32):
-        for warps in (4, 8):
-            if fits_rows(shape, rows, warps) and 64 <= shape.weight_rows // rows <= 512 and num_tokens <= 32:
-                yield Choice("rows", (rows, warps))
-    for tall in (64, 128):
-        for width in (64, 128):
-            for split in (1, 2, 4, 8):
-                programs = triton.cdiv(shape.weight_rows, tall) * split
-                if shape.K % (split * width) or not 64 <= programs <= 528 or shape.K // split // width < 2:
-                    continue
-                if programs // split * 2 > 132 and (
-                    width == 64 or split > 2
-                ):  # rows alone nearly fill the chip
-                    continue
-                yield Choice("loop", (tall, width, split, 6 if width == 128 else 8, 0))
-
-
 class DecodeLinear:
     """Launches linear layers of a decode step, each with the blocks chosen for its shape.
 
@@ -293,14 +107,16 @@ class DecodeLinear:
             for num_tokens in CLASSES[1:]:
                 num_tokens = min(num_tokens, max_tokens)
                 choice = self.choice(shape, num_tokens)
-                if choice.kernel in ("loop", "ring"):
-                    tall, _, split = choice.blocks[:3]
+                for one in (choice, without_scaled(choice, shape)):
+                    if one.kernel not in ("loop", "ring", "tile"):
+                        continue
+                    tall, _, split = one.blocks[:3]
                     num_tiles = triton.cdiv(shape.weight_rows, tall)
                     if split > 1:
-                        size = max(size, num_tiles * split * (tall + 1) * _padded(num_tokens))
+                        size = max(size, num_tiles * split * (tall + 1) * padded(num_tokens))
                         tiles = max(tiles, num_tiles)
         space = self._workspace
-        num_shares = max(triton.cdiv(shape.weight_rows, 8) for shape in shapes) * _padded(max_tokens)
+        num_shares = max(triton.cdiv(shape.weight_rows, 8) for shape in shapes) * padded(max_tokens)
         if num_shares > len(space.shares):
             space.shares = space.shares.new_zeros(num_shares)
         if size > len(space.partial):
@@ -338,6 +154,8 @@ class DecodeLinear:
         num_tokens = len(x)
         shape = layer.shape
         choice = choice or self.choice(shape, num_tokens)
+        if layer.norm is not None and scaled is None:
+            choice = without_scaled(choice, shape)
         launch = _LAUNCHES[choice.kernel]
         uses_pdl = self.uses_pdl
         if choice.kernel in ("gemv", "gluon"):
@@ -360,15 +178,6 @@ class DecodeLinear:
         if next_norm is None:
             return None
         return Scaled(next_x, triton.cdiv(shape.weight_rows, choice.blocks[0]))
-
-
-def token_class(num_tokens: int) -> int:
-    """The class of ``CLASSES`` that choices for ``num_tokens`` are kept by."""
-    return next(most for most in CLASSES if num_tokens <= most)
-
-
-def _padded(num_tokens: int) -> int:
-    return max(16, triton.next_power_of_2(num_tokens))
 
 
 def _launch_gemv(x, layer, out, residual, blocks, shape, uses_pdl, is_first) -> None:
@@ -406,7 +215,7 @@ def _launch_loop(
     workspace, x, layer, out, residual, blocks, shape, uses_pdl, scaled=None, next_norm=None, next_x=None
 ) -> None:
     tall, width, split, stages, ahead = blocks
-    wide = _padded(len(x))
+    wide = padded(len(x))
     stages = min(stages, shape.K // split // width + 1, 200_000 // (width * (tall + wide) * x.element_size()))
     decode_gemm.gemm_loop[(triton.cdiv(shape.weight_rows, tall), split)](
         x if scaled is None else scaled.x, layer.norm, layer.weight, layer.bias, residual, out, workspace.shares,
@@ -424,9 +233,38 @@ def _launch_rows(
     decode_gemm.gemm_rows[(triton.cdiv(shape.weight_rows, rows),)](
         x if scaled is None else scaled.x, layer.norm, layer.weight, layer.bias, residual, out, workspace.shares,
         next_norm, next_x, workspace.shares, layer.eps, _num_shares(scaled), len(x), shape.N,
-        K=shape.K, CHUNK=_chunk(shape.K), BN=rows, BM=_padded(len(x)), SLICES=warps,
+        K=shape.K, CHUNK=chunk(shape.K), BN=rows, BM=padded(len(x)), SLICES=warps,
         **_norm_options(scaled, next_norm), **layer.flags(residual, uses_pdl), num_warps=warps, **pdl_options(uses_pdl),
     )  # fmt: skip
+
+
+def _launch_tile(
+    workspace, x, layer, out, residual, blocks, shape, uses_pdl, scaled=None, next_norm=None, next_x=None
+) -> None:
+    rows, width, split, weight_stages, token_stages, is_cluster = blocks
+    cluster, wide = split if is_cluster else 1, padded(len(x))
+    nowhere = [[0, 0]] * (cluster.bit_length() - 1)  # all programs of a cluster have tiles of one form
+    flat = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, cga_layout=nowhere)
+    tokens = x if scaled is None else scaled.x
+    per_program = rows // 2 if layer.activation else rows
+    decode_gemm_tile_gluon.gemm_tile[(shape.weight_rows // rows, split // cluster)](
+        TensorDescriptor(tokens, [_rows_there(tokens, wide), shape.K], [shape.K, 1], [wide, width], flat),
+        TensorDescriptor(layer.weight, list(layer.weight.shape), [shape.K, 1], [per_program, width], flat),
+        layer.bias, residual, out, workspace.shares, next_norm, next_x, workspace.shares, workspace.partial,
+        workspace.arrivals, layer.eps, _num_shares(scaled), len(x), shape.N,
+        K=shape.K, BN=rows, BM=wide, BK=width, SPLIT=split, CLUSTER=cluster, W_STAGES=weight_stages,
+        X_STAGES=token_stages, **layer.flags(residual, uses_pdl), HAS_NEXT=next_norm is not None,
+        num_warps=4, num_ctas=cluster, **pdl_options(uses_pdl),
+    )  # fmt: skip
+
+
+def _rows_there(tokens: torch.Tensor, wide: int) -> int:
+    """Rows of a product that can be read, with those behind the last token where the room goes on behind it.
+
+    The copy engine is slow where it has to fill in zeros: products of few rows took a fifth longer.
+    """
+    room = tokens.untyped_storage().nbytes() // tokens.element_size() - tokens.storage_offset()
+    return min(wide, room // tokens.shape[1])
 
 
 def _launch_ring(
@@ -439,7 +277,7 @@ def _launch_ring(
         x if scaled is None else scaled.x, layer.norm, layer.weight, layer.bias, residual, out, workspace.shares,
         next_norm, next_x, workspace.shares, workspace.partial, workspace.arrivals, layer.eps,
         _num_shares(scaled), len(x), shape.N,
-        K=shape.K, BN=rows, BM=_padded(len(x)), BK=width, SPLIT=split, STAGES=stages, SLICES=slices, NW=warps,
+        K=shape.K, BN=rows, BM=padded(len(x)), BK=width, SPLIT=split, STAGES=stages, SLICES=slices, NW=warps,
         **layer.flags(residual, uses_pdl), **_norm_options(scaled, next_norm), num_warps=warps,
         **pdl_options(uses_pdl),
     )  # fmt: skip
@@ -451,6 +289,7 @@ _LAUNCHES = {
     "loop": _launch_loop,
     "rows": _launch_rows,
     "ring": _launch_ring,
+    "tile": _launch_tile,
 }
 
 
@@ -496,7 +335,7 @@ def head(
     from atom.kernels.triton.decode_step import final_norm
 
     final_norm(x, layer.norm, buffers.hidden, layer.eps, uses_pdl)
-    tall, wide, width = 64, _padded(num_tokens), power_of_two_divisor(columns, 128)
+    tall, wide, width = 64, padded(num_tokens), power_of_two_divisor(columns, 128)
     stages = min(5, columns // width + 1, 100_000 // (width * (tall + wide) * x.element_size()))
     decode_gemm.head_gemm[(triton.cdiv(num_rows, tall),)](
         buffers.hidden, layer.weight, buffers.logits, buffers.keys, buffers.flags, num_tokens, num_rows,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import triton
 
-from atom.kernels.triton.decode_linear import Choice, LinearShape
+from atom.kernels.triton.decode_choices import Choice, LinearShape
 from atom.kernels.triton.measured_table import Rows, read_rows, table_path, write_rows
 
 Table = dict[tuple[LinearShape, int], Choice]

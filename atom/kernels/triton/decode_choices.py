@@ -1,0 +1,319 @@
+"""Which kernel and which blocks serve a linear layer of a decode step.
+
+``gemv`` and ``gluon`` serve one token, ``loop``, ``rows``, ``ring`` and ``tile`` up to 64. What is best was measured
+for the shapes of ``MEASURED`` on an H200; other shapes follow rules drawn from them, and ``decode_table`` overrides
+both with what was measured on this machine. A choice depends on (N, K) and on the class of the number of tokens, on
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import triton
+
+MAX_TOKENS = 64
+# The most tokens of each class that has its own choices; products are padded to it.
+CLASSES = (1, 8, 16, 32, MAX_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """``out [M, N] = residual + act(x [M, K] @ weight^T + bias)``; with an activation the weight has 2 N rows."""
+
+    N: int
+    K: int
+    activation: int = 0
+
+    @property
+    def weight_rows(self) -> int:
+        return 2 * self.N if self.activation else self.N
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A kernel's name and its block sizes, in the order of its builder."""
+
+    kernel: str
+    blocks: tuple[int, ...]
+
+
+NEED_GLUON = ("gluon", "ring", "tile")
+
+# (N, K, has an activation) -> by class.
+MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
+    (4096, 1024, False): (
+        Choice("gluon", (4, 4)), Choice("ring", (16, 256, 1, 4, 4, 4)),
+        Choice("tile", (32, 128, 1, 8, 3, 0)), Choice("loop", (64, 128, 2, 5, 0)),
+        Choice("tile", (64, 128, 1, 8, 6, 0)),
+    ),
+    (1024, 2048, False): (
+        Choice("gluon", (2, 4)), Choice("ring", (8, 512, 1, 4, 4, 4)),
+        Choice("tile", (32, 128, 4, 4, 3, 0)), Choice("ring", (32, 256, 4, 2, 4, 8)),
+        Choice("ring", (32, 256, 4, 2, 4, 8)),
+    ),
+    (3072, 1024, True): (
+        Choice("gluon", (2, 8)), Choice("ring", (32, 512, 1, 2, 8, 8)),
+        Choice("loop", (64, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
+        Choice("tile", (32, 128, 1, 8, 3, 0)),
+    ),
+    (1024, 3072, False): (
+        Choice("gluon", (1, 8)), Choice("ring", (16, 256, 4, 3, 4, 4)),
+        Choice("tile", (32, 128, 4, 6, 3, 0)), Choice("ring", (32, 256, 4, 3, 4, 4)),
+        Choice("tile", (64, 128, 4, 6, 6, 1)),
+    ),
+    (3072, 2048, False): (
+        Choice("gemv", (8, 4)), Choice("ring", (32, 512, 1, 4, 4, 4)),
+        Choice("tile", (64, 128, 2, 8, 6, 0)), Choice("loop", (64, 128, 2, 5, 0)),
+        Choice("tile", (128, 128, 4, 4, 4, 1)),
+    ),
+    (2048, 2048, False): (
+        Choice("gluon", (4, 4)), Choice("ring", (16, 512, 1, 4, 8, 8)),
+        Choice("tile", (64, 128, 4, 4, 4, 0)), Choice("ring", (32, 256, 4, 2, 4, 8)),
+        Choice("tile", (64, 128, 2, 8, 6, 1)),
+    ),
+    (8192, 2048, True): (
+        Choice("gluon", (2, 4)), Choice("loop", (64, 128, 1, 5, 0)),
+        Choice("tile", (128, 128, 1, 4, 6, 0)), Choice("loop", (128, 128, 1, 6, 0)),
+        Choice("tile", (64, 128, 1, 4, 3, 0)),
+    ),
+    (2048, 8192, False): (
+        Choice("gemv", (4, 8)), Choice("ring", (16, 512, 2, 4, 8, 8)),
+        Choice("tile", (64, 128, 4, 8, 6, 0)), Choice("loop", (64, 128, 4, 5, 0)),
+        Choice("tile", (64, 128, 4, 8, 6, 0)),
+    ),
+    (6144, 4096, False): (
+        Choice("gemv", (4, 4)), Choice("ring", (8, 512, 1, 8, 4, 4)),
+        Choice("tile", (64, 128, 1, 8, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
+        Choice("tile", (64, 128, 1, 8, 6, 0)),
+    ),
+    (4096, 4096, False): (
+        Choice("gemv", (4, 4)), Choice("ring", (64, 256, 2, 5, 4, 4)),
+        Choice("tile", (64, 128, 2, 8, 6, 0)), Choice("ring", (64, 256, 2, 5, 4, 8)),
+        Choice("tile", (64, 128, 2, 8, 6, 1)),
+    ),
+    (14336, 4096, True): (
+        Choice("gemv", (4, 4)), Choice("loop", (64, 128, 1, 4, 0)),
+        Choice("loop", (64, 128, 1, 4, 0)), Choice("loop", (64, 128, 1, 4, 0)),
+        Choice("tile", (128, 128, 1, 4, 6, 0)),
+    ),
+    (4096, 14336, False): (
+        Choice("gemv", (2, 4)), Choice("loop", (64, 128, 2, 6, 0)),
+        Choice("tile", (64, 128, 4, 4, 3, 0)), Choice("loop", (64, 128, 2, 6, 0)),
+        Choice("tile", (64, 128, 2, 8, 6, 1)),
+    ),
+}  # fmt: skip
+
+
+def power_of_two_divisor(n: int, limit: int) -> int:
+    """The largest power of two that divides ``n``, at most ``limit`` (a power of two)."""
+    return min(n & -n, limit)
+
+
+def default_choice(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Choice:
+    """The blocks for a shape, measured or by rule."""
+    index = CLASSES.index(token_class(num_tokens))
+    measured = MEASURED.get((shape.N, shape.K, shape.activation > 0))
+    if measured is not None:
+        choice = measured[index]
+        if has_gluon or choice.kernel not in NEED_GLUON:
+            return choice
+    if index == 0:
+        if has_gluon and shape.K < 2048 and fits_gluon(shape, 2, 4):
+            return Choice("gluon", (2, 4))
+        return Choice("gemv", (_gemv_rows(shape.K), 4))
+    blocks = _tile_blocks(shape, CLASSES[index]) if has_gluon else None
+    if blocks is not None:
+        return Choice("tile", blocks)
+    if index in (1, 2) and shape.weight_rows * shape.K <= 1 << 22 and fits_rows(shape, 16, 4):
+        return Choice("rows", (16, 4))
+    return Choice("loop", _loop_blocks(shape))
+
+
+def _tile_blocks(shape: LinearShape, most_tokens: int) -> tuple[int, ...] | None:
+    """The tallest tiles that keep most of the chip busy, with few splits; None: the shape has too few rows."""
+    for rows, split in ((128, 1), (64, 1), (64, 2), (64, 4), (32, 1), (32, 2), (32, 4), (32, 8)):
+        programs, steps = shape.weight_rows // rows * split, shape.K // split // 128
+        is_alone = programs <= 132  # on its multiprocessor
+        token_stages = min(steps, 6 if is_alone else 3)
+        left = ((224 if is_alone else 112) << 10) - token_stages * MAX_TOKENS * 256
+        is_cluster = int(split > 1 and most_tokens == MAX_TOKENS)
+        blocks = (rows, 128, split, min(steps, left // (rows * 256)), token_stages, is_cluster)
+        if programs >= 96 and fits_tile(shape, blocks, most_tokens):
+            return blocks
+    return None
+
+
+def _gemv_rows(columns: int) -> int:
+    if columns > 4096:
+        return 2
+    return 4 if columns >= 2048 else 8 if columns >= 1024 else 16
+
+
+def _loop_blocks(shape: LinearShape) -> tuple[int, int, int, int, int]:
+    programs = triton.cdiv(shape.weight_rows, 64)
+    for split in (1, 2, 4, 8):
+        width = power_of_two_divisor(shape.K // split, 128) if shape.K % split == 0 else 0
+        if width >= 64 and programs * split >= 96:
+            return 64, width, split, 5, 0
+    return 64, power_of_two_divisor(shape.K, 128), 1, 5, 0
+
+
+def fits_gluon(shape: LinearShape, rows_a_warp: int, warps: int) -> bool:
+    """Whether rows divide evenly and a thread can hold them; columns go in chunks of 256 at least."""
+    held = rows_a_warp * shape.K * (2 if shape.activation else 1) // 32
+    return shape.N % (rows_a_warp * warps) == 0 and shape.K % 256 == 0 and held <= 256
+
+
+def fits_rows(shape: LinearShape, rows: int, warps: int) -> bool:
+    """Whether the whole-rows kernel for few tokens can hold its rows in registers."""
+    return chunk(shape.K) // warps >= 16 and rows * shape.K // (32 * warps) <= 128 and rows % 8 == 0
+
+
+def chunk(columns: int) -> int:
+    """Columns that the whole-rows kernel takes at a time."""
+    return (
+        power_of_two_divisor(columns, 4096)
+        if columns & (columns - 1) == 0
+        else power_of_two_divisor(columns, 1024)
+    )
+
+
+def fits_ring(shape: LinearShape, blocks: tuple[int, ...], most_tokens: int = MAX_TOKENS) -> bool:
+    """Whether ``(rows, columns a step, splits, stages, slices, warps)`` cover the shape and fit a multiprocessor.
+
+    A warp takes at least 64 columns of a step. The registers that a thread needs are estimated: where it was more
+    than this, the compiler spilled.
+    """
+    rows, width, split, stages, slices, warps = blocks
+    if warps % slices or width % slices or width // slices not in (64, 128, 256):
+        return False
+    wide, steps = padded(most_tokens), shape.K // split // width
+    along_rows = warps // slices
+    if rows & (rows - 1) or rows // along_rows < 8 or shape.weight_rows % rows or shape.K % (split * width):
+        return False
+    values = wide * rows // along_rows + wide * width // slices // 2 * min(2, steps)
+    # A step's weights, and shares of the sums of squares.
+    values += rows // along_rows * 32 + 64 * wide // warps
+    shared = max(stages * rows * width * 2, slices * wide * rows * 4)
+    return values // 32 <= 200 and shared <= 220_000 and stages <= steps
+
+
+def _ring_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
+    """Rings that ask for 24 to 200 KB a program before the wait, with as few splits as keep most chips busy."""
+    most, seen = token_class(num_tokens), set()
+    for rows in (8, 16, 32, 64, 128):
+        for slices, along_rows, width in ((4, 1, 64), (4, 1, 128), (8, 1, 64), (8, 1, 128), (4, 2, 64)):
+            for split in (1, 2, 4, 8):
+                programs, step = shape.weight_rows // rows * split, slices * width
+                steps = shape.K // split // step
+                if not 96 <= programs <= 1056 or (split > 1 and programs > 300) or steps < 1:
+                    continue
+                for held in (64 << 10, 160 << 10):
+                    stages = min(steps, held // (rows * step * 2))
+                    blocks = (rows, step, split, stages, slices, slices * along_rows)
+                    is_short = stages < min(steps, 3) or stages * rows * step < 12 << 10
+                    if blocks not in seen and not is_short and fits_ring(shape, blocks, most):
+                        seen.add(blocks)
+                        yield Choice("ring", blocks)
+
+
+def fits_tile(shape: LinearShape, blocks: tuple[int, ...], most_tokens: int = MAX_TOKENS) -> bool:
+    """Whether ``(rows, columns a step, splits, stages of weights, of tokens, is a cluster)`` cover the shape and fit.
+
+    A stage is asked for again behind the step after its own, so there are two where there are fewer than steps.
+    Programs of a cluster have parts of tiles only where they are all of a tile: with ``MAX_TOKENS``.
+    """
+    rows, width, split, weight_stages, token_stages, is_cluster = blocks
+    covers = rows in (16, 32, 64, 128) and width in (64, 128)
+    if not covers or shape.weight_rows % rows or shape.K % (split * width):
+        return False
+    if is_cluster and (split == 1 or padded(most_tokens) < MAX_TOKENS):
+        return False
+    # A program that adds all sums of a tile holds them in registers: more of them spilled.
+    if not is_cluster and split > 1 and rows * split * padded(most_tokens) > 1 << 14:
+        return False
+    steps = shape.K // split // width
+    held = (weight_stages * rows + token_stages * MAX_TOKENS) * width * 2
+    is_served = all(min(steps, 2) <= stages <= steps for stages in (weight_stages, token_stages))
+    return is_served and max(held, MAX_TOKENS * rows * 4) <= 225 << 10
+
+
+def _tile_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
+    """Tiles of which one or two fit a multiprocessor, with as few splits as keep most of the chip busy."""
+    seen = set()
+    for rows in (32, 64, 128):
+        for split in (1, 2, 4, 8):
+            programs, steps = shape.weight_rows // rows * split, shape.K // split // 128
+            if not 64 <= programs <= 1056 or (split > 1 and programs > 300) or not steps:
+                continue
+            for held, token_stages in ((112, 3), (224, 6)):
+                token_stages = min(steps, token_stages)
+                left = (held << 10) - token_stages * MAX_TOKENS * 256
+                weight_stages = min(steps, left // (rows * 256))
+                for is_cluster in (0, 1):
+                    blocks = (rows, 128, split, weight_stages, token_stages, is_cluster)
+                    if blocks not in seen and fits_tile(shape, blocks, num_tokens):
+                        seen.add(blocks)
+                        yield Choice("tile", blocks)
+
+
+def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator[Choice]:
+    """What is worth measuring for a shape."""
+    if num_tokens == 1:
+        for rows in (1, 2, 4, 8, 16):
+            for warps in (2, 4, 8):
+                held = rows * shape.K // (32 * warps)
+                if 24 <= held <= 128 and not (shape.activation and rows < 2):
+                    yield Choice("gemv", (rows, warps))
+        if has_gluon:
+            for rows in (1, 2, 4):
+                for warps in (2, 4, 8):
+                    if fits_gluon(shape, rows, warps):
+                        yield Choice("gluon", (rows, warps))
+        return
+    if has_gluon:
+        yield from _tile_candidates(shape, num_tokens)
+    if num_tokens > 16:  # what is likely best comes first
+        yield from _loop_candidates(shape)
+    if has_gluon:
+        yield from _ring_candidates(shape, num_tokens)
+    if num_tokens <= 16:
+        yield from _loop_candidates(shape)
+    for rows in (8, 16, 32):
+        for warps in (4, 8):
+            if fits_rows(shape, rows, warps) and 64 <= shape.weight_rows // rows <= 512 and num_tokens <= 32:
+                yield Choice("rows", (rows, warps))
+
+
+def _loop_candidates(shape: LinearShape) -> Iterator[Choice]:
+    """Loops of stages that fill a multiprocessor, and where the rows alone fill the chip, of fewer."""
+    for tall in (64, 128):
+        for width in (64, 128):
+            for split in (1, 2, 4, 8):
+                programs = triton.cdiv(shape.weight_rows, tall) * split
+                if shape.K % (split * width) or not 64 <= programs <= 528 or shape.K // split // width < 2:
+                    continue
+                if programs // split * 2 > 132 and (
+                    width == 64 or split > 2
+                ):  # rows alone nearly fill the chip
+                    continue
+                yield Choice("loop", (tall, width, split, 6 if width == 128 else 8, 0))
+                if width == 128 and programs > 132:
+                    yield Choice("loop", (tall, width, split, 3, 0))
+
+
+def token_class(num_tokens: int) -> int:
+    """The class of ``CLASSES`` that choices for ``num_tokens`` are kept by."""
+    return next(most for most in CLASSES if num_tokens <= most)
+
+
+def without_scaled(choice: Choice, shape: LinearShape) -> Choice:
+    """What serves a norm that no launch did half of: values of tiles pass no registers in which it could be taken."""
+    return Choice("loop", _loop_blocks(shape)) if choice.kernel == "tile" else choice
+
+
+def padded(num_tokens: int) -> int:
+    """The tokens of a product, with those that only fill it up."""
+    return max(16, triton.next_power_of_2(num_tokens))

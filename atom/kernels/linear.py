@@ -34,8 +34,10 @@ class LinearKernel(ABC):
         """What :meth:`pack` makes of a weight of ``dtype``."""
         return out_features * in_features * dtype.itemsize
 
-    def rehearse(self, packed: Any) -> None:
-        """Launch each kernel that some number of tokens takes and a few do not; called while launches are recorded."""
+    def rehearse(self, packed: Any, max_tokens: int) -> None:
+        """Launch each kernel that steps of up to ``max_tokens`` take and those of few tokens do not; called while
+        launches are recorded.
+        """
         return None
 
     @abstractmethod

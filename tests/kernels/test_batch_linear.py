@@ -193,9 +193,9 @@ def on_cpu(monkeypatch):
 def test_what_some_number_of_tokens_takes_is_compiled_ahead(measured):
     weight = torch.zeros(512, 256).bfloat16()
     with recording() as recorder:
-        batch.BatchLinear().rehearse(weight)
+        batch.BatchLinear().rehearse(weight, 4096)
     assert len(recorder.launches) == 1  # both choices are one kernel
-    assert "batch_gemm" in launched(lambda: GatedLinear("silu").rehearse(weight))
+    assert "batch_gemm" in launched(lambda: GatedLinear("silu").rehearse(weight, 4096))
 
 
 def test_compiled_code_sees_one_op_a_layer_for_any_number_of_tokens(on_cpu):

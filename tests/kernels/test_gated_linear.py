@@ -163,7 +163,8 @@ def test_the_kernel_compiles_for_sm_90(tmp_path):
         assert facts["shared"] <= 227 * 1024
 
 
-def test_what_no_rehearsed_step_takes_is_compiled_ahead():
+@pytest.mark.parametrize(("max_tokens", "groups"), [(4096, [2]), (16384, [2, 3])])
+def test_what_no_rehearsed_step_takes_is_compiled_ahead_if_a_step_can_need_it(max_tokens, groups):
     with recording() as recorder:
-        gated.GatedLinear("silu").rehearse(torch.zeros(64, 32).half())
-    assert [launch.options["GROUPS"] for launch in recorder.launches.values()] == [2, 3]
+        gated.GatedLinear("silu").rehearse(torch.zeros(64, 32).half(), max_tokens)
+    assert [launch.options["GROUPS"] for launch in recorder.launches.values()] == groups

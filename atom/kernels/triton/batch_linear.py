@@ -218,7 +218,7 @@ class BatchLinear(LinearKernel):
         reserve(weight)
         return weight
 
-    def rehearse(self, packed: torch.Tensor) -> None:
+    def rehearse(self, packed: torch.Tensor, max_tokens: int) -> None:
         rehearse(packed)
 
     def __call__(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

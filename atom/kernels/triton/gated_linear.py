@@ -184,11 +184,11 @@ class GatedLinear(LinearKernel):
         batch_linear.reserve(weight)
         return weight
 
-    def rehearse(self, packed: torch.Tensor) -> None:
+    def rehearse(self, packed: torch.Tensor, max_tokens: int) -> None:
         batch_linear.rehearse(packed, self.activation)
         x = packed[:8]
         output = packed.new_empty((len(x), len(packed) // 2))
-        for shape in (SHAPE, TALL):
+        for shape in (SHAPE, TALL) if max_tokens >= MIN_TALL_TOKENS else (SHAPE,):
             launch(shape, x, packed, output, self.activation)
 
     def __call__(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

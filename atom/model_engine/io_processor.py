@@ -212,10 +212,8 @@ class InputOutputProcessor:
     ) -> NewRequest:
         params = rules.engine_params
         if params.seed is None:
-            params = copy(params)
-            force_setattr(
-                params, "seed", secrets.randbits(63)
-            )  # nobody else has it yet; all else was checked
+            params = copy(params)  # which nobody else has yet, and of which all else was checked
+            force_setattr(params, "seed", secrets.randbits(63))
         return NewRequest(
             id=0,
             token_ids=prompt.packed or self._pack_prompt(prompt.token_ids),

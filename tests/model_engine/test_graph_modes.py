@@ -91,6 +91,17 @@ def test_a_recording_runs_no_more_steps_than_the_outbox_has_room_for(folders, mo
     assert max(runs) == (2 if warmup == "background" else 3) < SLOTS
 
 
+def test_a_graph_is_recorded_without_gradients_whoever_asks_for_it(folders, monkeypatch):
+    driver = run(folders["llama"], "FULL", compilation={"graph_warmup": "background"})
+    seen, forward = [], ForwardPass._forward
+    monkeypatch.setattr(
+        ForwardPass, "_forward", lambda self: seen.append(torch.is_grad_enabled()) or forward(self)
+    )
+    with torch.enable_grad():
+        assert driver.core.worker.record_next_graph()
+    assert seen and not any(seen)
+
+
 def test_sampling_and_preemption_under_graphs(folders):
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=2)
     fields = {"num_kvcache_blocks": 7, "max_model_len": 96, "max_num_batched_tokens": 256}

@@ -191,7 +191,7 @@ class InputOutputProcessor:
                     self._answers[answer.seq_id] = answer
         return message
 
-    def _rules(self, params: SamplingParams) -> "_Rules":
+    def _rules(self, params: SamplingParams) -> _Rules:
         """What follows from sampling parameters alone. Raises RequestError."""
         self._check_params(params)
         special_stops = special_stop_ids(params.stop_strings or [], self.tokenizer)
@@ -208,7 +208,7 @@ class InputOutputProcessor:
         )
 
     def _new_request(
-        self, prompt: Prompt, rules: "_Rules", max_output: int, now: float, priority: int
+        self, prompt: Prompt, rules: _Rules, max_output: int, now: float, priority: int
     ) -> NewRequest:
         params = rules.engine_params
         if params.seed is None:

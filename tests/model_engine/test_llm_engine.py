@@ -126,7 +126,15 @@ def test_leaving_a_stream_aborts_its_request(engine):
     [
         ("", None, None, None),
         ([], SamplingParams(), RequestError, "at least 1 token"),
-        ([5, 99999], SamplingParams(), RequestError, "99999"),
+        (
+            [5, 99999],
+            SamplingParams(),
+            RequestError,
+            r"prompt holds token id 99999, outside the vocabulary \[0, ",
+        ),
+        ([5, -1], SamplingParams(), RequestError, "prompt holds token id -1,"),
+        ([5, 2**40], SamplingParams(), RequestError, f"prompt holds token id {2**40},"),
+        ([5, 6.0], SamplingParams(), RequestError, "prompt holds token id 6.0,"),
         ("x" * 600, SamplingParams(max_tokens=1), ContextLengthError, "512"),
         ("x" * 500, SamplingParams(max_tokens=100), ContextLengthError, "max_tokens is 100"),
         ("x", SamplingParams(logit_bias={99999: 1.0}), RequestError, "logit_bias"),

@@ -180,6 +180,31 @@ class DyingWorker(ScriptedWorker):
         return super().wait(handle)
 
 
+def test_a_closed_engine_refuses_instead_of_waiting_for_ever(folder):
+    with new_engine(folder) as engine:
+        assert engine.generate("before", GREEDY)[0]["text"] == "before"
+    for ask in (engine.generate, engine.add_request):
+        with pytest.raises(EngineDeadError, match="the engine was closed"):
+            ask("after", GREEDY)
+    with pytest.raises(EngineDeadError, match="the engine was closed"):
+        engine.call_utility("check_integrity")
+    assert engine.is_finished()
+
+
+def test_a_request_registered_while_the_engine_dies_is_not_waited_for(folder, monkeypatch):
+    with new_engine(folder) as engine:
+        add = engine._io.add
+
+        def dying(*args, **fields):
+            engine._on_death(EngineDeadError("the device is gone"))
+            return add(*args, **fields)
+
+        monkeypatch.setattr(engine._io, "add", dying)
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            engine.generate("late", GREEDY)
+        assert engine.is_finished()
+
+
 def test_a_dead_engine_ends_every_request_and_says_why(folder):
     engine = new_engine(folder, runner_qualname=f"{__name__}.DyingWorker")
     died = threading.Event()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from atom.kernels.triton.compile_ahead import Launch, Recorder, recording
+from atom.model_ops.outbox import SLOTS
 from atom.platforms import get_platform
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def record_step(
     rope = tuple(empty(*size, dtype=torch.float32) for size in ((1, dim), (1, dim), (1,)))
     embed(keys, keys, head_layer.weight, rope, empty(n, hidden), *angles, keys)
     moved = (keys, lens, empty(257, dtype=torch.int32), empty(257, **long))
-    outbox = empty(1, **long), empty(3, n + 1, **long), empty(3, n, dtype=torch.bool)
+    outbox = empty(1, **long), empty(SLOTS, n + 1, **long), empty(SLOTS, n, dtype=torch.bool)
     choose(keys, keys, empty(n, dtype=torch.bool), moved, uses_pdl, outbox)
     packed, tables = empty(999, dtype=torch.int32), empty(1, 257, 577, dtype=torch.int32)
     embedding = Embedding(head_layer.weight, rope, empty(n, hidden), *angles, keys)

@@ -191,7 +191,7 @@ class InputOutputProcessor:
                     self._answers[answer.seq_id] = answer
         return message
 
-    def _rules(self, params: SamplingParams) -> "_Rules":
+    def _rules(self, params: SamplingParams) -> _Rules:
         """What follows from sampling parameters alone. Raises RequestError."""
         self._check_params(params)
         special_stops = special_stop_ids(params.stop_strings or [], self.tokenizer)
@@ -208,14 +208,12 @@ class InputOutputProcessor:
         )
 
     def _new_request(
-        self, prompt: Prompt, rules: "_Rules", max_output: int, now: float, priority: int
+        self, prompt: Prompt, rules: _Rules, max_output: int, now: float, priority: int
     ) -> NewRequest:
         params = rules.engine_params
         if params.seed is None:
-            params = copy(params)
-            force_setattr(
-                params, "seed", secrets.randbits(63)
-            )  # nobody else has it yet; all else was checked
+            params = copy(params)  # which nobody else has yet, and of which all else was checked
+            force_setattr(params, "seed", secrets.randbits(63))
         return NewRequest(
             id=0,
             token_ids=prompt.packed or self._pack_prompt(prompt.token_ids),

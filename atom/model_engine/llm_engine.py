@@ -27,6 +27,7 @@ from atom.model_engine.answer_stops import StopGate
 from atom.model_engine.engine_client import EngineClient, InProcessClient
 from atom.model_engine.io_processor import InputOutputProcessor, Limits, Prompt
 from atom.model_engine.messages import (
+    AddRequests,
     CompiledGuide,
     Failed,
     Metrics,
@@ -214,12 +215,11 @@ class LLMEngine:
             prompt = self._io.tokenize(prompt, cache_salt)
         request_id = request_id or self._next_request_id()
         stream = RequestStream(params.n, lambda: self.abort(request_id), asyncio.get_running_loop())
-        if self._death is not None:
-            raise self._death
+        self._check_alive()
         message = self._io.add(
             [prompt], [params], [stream], [request_id], priority, stop_gate, is_bounded=True, guides=[guide]
         )
-        self._client.send(message)
+        self._start(message)
         return stream
 
     def add_request(
@@ -319,12 +319,25 @@ class LLMEngine:
         sinks: list[Sink],
         request_ids: list[str],
     ) -> None:
-        if self._death is not None:
-            raise self._death
+        self._check_alive()
         pending = [param.guide and self._guides.submit(param.guide) for param in params]
         guides = [future and future.result() for future in pending]
-        message = self._io.add(prompts, params, sinks, request_ids, guides=guides)
+        self._start(self._io.add(prompts, params, sinks, request_ids, guides=guides))
+
+    def _start(self, message: AddRequests) -> None:
+        """Send requests that have just been registered. Raises EngineDeadError where nobody would answer them."""
+        try:
+            self._check_alive()  # once more: an engine that died meanwhile has failed what was registered then
+        except EngineDeadError as error:
+            self._io.fail_all(error)
+            raise
         self._client.send(message)
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise self._death
+        if self._closing:
+            raise EngineDeadError("the engine was closed")
 
     def _as_lists(self, prompts, sampling_params, request_ids):
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
@@ -401,8 +414,7 @@ class LLMEngine:
         return await asyncio.wait_for(asyncio.wrap_future(self._start_utility(command, args)), timeout_s)
 
     def _start_utility(self, command: str, args: dict[str, Any]) -> Future:
-        if self._death is not None:
-            raise self._death
+        self._check_alive()
         call_id = next(self._call_ids)
         future = self._utilities[call_id] = Future()
         self._client.send_control(Utility(call_id, command, args))

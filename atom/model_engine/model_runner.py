@@ -502,6 +502,7 @@ class ModelRunner(Worker):
             report(name, done / recorder.num_buckets)
         return sum(bucket.seconds for bucket in recorder.recorded), sorted(recorder.decode_sizes)
 
+    @torch.no_grad()  # the thread may not have launched a step yet
     def record_next_graph(self) -> bool:
         return next(self._remaining, None) is not None
 

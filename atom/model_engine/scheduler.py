@@ -194,7 +194,8 @@ class Scheduler:
     ) -> StepResult:
         """Apply a step's output. Batches are committed in the order in which they were scheduled.
 
-        ``tell`` is called once, with what is returned: before the books over blocks that nobody waits for.
+        ``tell`` is called once, with what is returned; of a step with prompts before the books over its blocks, which
+        nobody waits for. Should they raise, the answers are out already.
         """
         inflight = self._life.inflight
         if not inflight or inflight[0] is not batch:

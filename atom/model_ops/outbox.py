@@ -1,8 +1,8 @@
 """Where decode steps leave their ids for the host: pinned memory that the last kernel of a step writes itself.
 
 A copy would switch to the copy engine and back between two steps. A recorded launch has fixed addresses, so it finds
-its slot of a ring by a count of steps on the device. The host counts the steps that it has launched; a step that it
-has not (a rehearsal, an eager one) makes it forget, and set the device's count before the next.
+its slot of a ring by a count of steps on the device. The host counts the replays that it has launched; a step that it
+has not counted (a rehearsal, an eager one) makes it forget, and set the device's count before the next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-SLOTS = 3  # engines have at most two steps in flight
+# While a step's results wait to be read, three more may write: a graph that is recorded on demand for the next step is
+# rehearsed and replayed first, and a device that nobody has set right goes on counting.
+SLOTS = 4
 
 
 class OutboxTensors(NamedTuple):

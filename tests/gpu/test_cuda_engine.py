@@ -2,9 +2,10 @@
 
 import pytest
 
+from atom.config import Config
 from atom.model_ops.outbox import Outbox
 from atom.sampling_params import SamplingParams
-from tests.helpers.core_driver import run_to_the_end
+from tests.helpers.core_driver import CoreDriver, run_to_the_end
 from tests.helpers.tiny_model import FAMILIES, make_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -80,6 +81,38 @@ def test_ids_left_in_host_memory_and_ids_that_are_copied_take_turns(folders, mon
     assert letters and not any(letters), "an eager step is not counted"
     assert answers(cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=(1, 2)) == eager
     assert any(letters) and letters[-1] is not None
+
+
+def test_graphs_recorded_as_sequences_end_leave_the_results_that_wait_alone(folders):
+    """Steps of four, three, two sequences and one: each graph is recorded while the step before it is in flight."""
+    params = [SamplingParams(temperature=0.0, max_tokens=count) for count in (5, 9, 13, 17)]
+
+    def answers(mode):
+        config = Config.build(
+            str(folders["qwen3"]),
+            device="cuda",
+            dtype="bfloat16",
+            loop="overlapped",
+            prefix_hash_seed=1,
+            kv_cache_memory=2**24,
+            max_num_batched_tokens=256,
+            max_num_seqs=4,
+            compilation_config={
+                "level": 0,
+                "cudagraph_mode": mode,
+                "cudagraph_capture_sizes": (1, 2, 3, 4),
+                "graph_warmup": "lazy",
+            },
+        )
+        driver = CoreDriver(config)
+        for seq_id, param in enumerate(params, 1):
+            driver.add({seq_id: PROMPTS[seq_id]}, param)
+        driver.run()
+        return driver
+
+    eager, recorded = answers("NONE"), answers("FULL_DECODE_ONLY")
+    assert recorded.tokens == eager.tokens
+    assert [bucket.size for bucket in recorded.core.worker._recorder.recorded] == [4, 3, 2, 1]
 
 
 def test_memory_is_planned_from_the_utilization(folders):

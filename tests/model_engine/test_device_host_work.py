@@ -167,7 +167,7 @@ def test_steps_that_nobody_counted_do_not_shift_the_outbox():
     outbox = Outbox(4, torch.device("cpu"))
     number = outbox.tensors.number
     letters = []
-    for is_counted in (True, False, True, True):
+    for is_counted in (True, False, True, True, True):
         outbox.begin()
         assert number.item() == len(letters), "the device's count is the host's when a step begins"
         if not is_counted:
@@ -177,10 +177,37 @@ def test_steps_that_nobody_counted_do_not_shift_the_outbox():
         letter = outbox.take(3)
         assert (letter is not None) == is_counted
         letters += [letter] if is_counted else []
-    assert [letter.number for letter in letters] == [1, 2, 3]
+    assert [letter.number for letter in letters] == [1, 2, 3, 4]
     addresses = {letter.token_ids.data_ptr() for letter in letters}
     assert len(addresses) == SLOTS, "each of the last steps has a slot of its own"
     assert outbox.take(3).token_ids.data_ptr() in addresses
+
+
+def test_what_a_step_left_outlasts_a_graph_recorded_on_demand_for_the_next():
+    outbox = Outbox(4, torch.device("cpu"))
+    number, ids, flags = outbox.tensors
+
+    def run(token):
+        """As the last kernel of a step."""
+        number.add_(1)
+        slot = number.item() % len(ids)
+        ids[slot, 0], ids[slot, 1:3], flags[slot, :2] = number.item(), token, True
+
+    outbox.begin()
+    run(11)
+    letter = outbox.take(2)
+    outbox.begin()
+    for token in (21, 22, 23):  # rehearsed, replayed once it is recorded, and the step itself
+        outbox.forget()
+        run(token)
+    assert outbox.take(2) is None
+    letter.check()
+    assert letter.token_ids.tolist() == [11, 11]
+    outbox.begin()
+    run(31)
+    later = outbox.take(2)
+    later.check()
+    assert later.token_ids.tolist() == [31, 31]
 
 
 @pytest.mark.parametrize("backend", ["packed", "direct"])

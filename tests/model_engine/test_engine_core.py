@@ -71,6 +71,20 @@ def test_abort_frees_everything_at_once(loop):
     driver.check_idle()
 
 
+def test_answers_to_prompts_are_out_before_the_books_over_their_blocks(loop, monkeypatch):
+    driver = make_driver(loop)
+    driver.add({1: [5, 6], 2: [7, 8]}, SamplingParams(temperature=0.0, max_tokens=1))
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("the books are wrong")
+
+    monkeypatch.setattr(driver.core.scheduler._life, "finish", fail)
+    with pytest.raises(RuntimeError, match="the books are wrong"):
+        driver.run()
+    assert driver.tokens == {1: [5], 2: [7]}
+    assert driver.leave_reason(1) == driver.leave_reason(2) == "max_tokens"
+
+
 def test_abort_of_an_unknown_request_is_ignored(loop):
     driver = make_driver(loop)
     driver.core.handle(Abort([99], [-1], ["aborted"]))

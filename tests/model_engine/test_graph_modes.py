@@ -13,6 +13,7 @@ from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.runner import forward_pass
 from atom.model_engine.runner.device_tables import DeviceTables
 from atom.model_engine.runner.forward_pass import ForwardPass
+from atom.model_ops.outbox import SLOTS
 from atom.sampling_params import SamplingParams
 from tests.helpers.core_driver import run_to_the_end
 from tests.helpers.tiny_model import FAMILIES, make_tiny_model
@@ -62,6 +63,43 @@ def test_graphs_may_be_recorded_while_serving(folders, mode, warmup):
     else:  # what no step needed was not recorded
         assert {b.size for b in worker._recorder.recorded} <= {1, 2, 4}
         assert worker._recorder.recorded
+
+
+@pytest.mark.parametrize("warmup", ["background", "lazy"])
+def test_a_recording_runs_no_more_steps_than_the_outbox_has_room_for(folders, monkeypatch, warmup):
+    """Of whoever writes results by a count on the device, beside the step whose results still wait to be read."""
+    runs = []
+    forward, launch, background = ForwardPass._forward, ForwardPass.run, ModelRunner.record_next_graph
+
+    def watched(function):
+        def call(*args):
+            runs.append(0)
+            return function(*args)
+
+        return call
+
+    def counted(self):
+        runs[-1] += 1
+        return forward(self)
+
+    monkeypatch.setattr(ForwardPass, "_forward", counted)
+    monkeypatch.setattr(ForwardPass, "run", watched(launch))
+    monkeypatch.setattr(ModelRunner, "record_next_graph", watched(background))
+    driver = run(folders["llama"], "FULL", "overlapped", compilation={"graph_warmup": warmup})
+    while driver.core.worker.record_next_graph():
+        pass
+    assert max(runs) == (2 if warmup == "background" else 3) < SLOTS
+
+
+def test_a_graph_is_recorded_without_gradients_whoever_asks_for_it(folders, monkeypatch):
+    driver = run(folders["llama"], "FULL", compilation={"graph_warmup": "background"})
+    seen, forward = [], ForwardPass._forward
+    monkeypatch.setattr(
+        ForwardPass, "_forward", lambda self: seen.append(torch.is_grad_enabled()) or forward(self)
+    )
+    with torch.enable_grad():
+        assert driver.core.worker.record_next_graph()
+    assert seen and not any(seen)
 
 
 def test_sampling_and_preemption_under_graphs(folders):

@@ -126,7 +126,15 @@ def test_leaving_a_stream_aborts_its_request(engine):
     [
         ("", None, None, None),
         ([], SamplingParams(), RequestError, "at least 1 token"),
-        ([5, 99999], SamplingParams(), RequestError, "99999"),
+        (
+            [5, 99999],
+            SamplingParams(),
+            RequestError,
+            r"prompt holds token id 99999, outside the vocabulary \[0, ",
+        ),
+        ([5, -1], SamplingParams(), RequestError, "prompt holds token id -1,"),
+        ([5, 2**40], SamplingParams(), RequestError, f"prompt holds token id {2**40},"),
+        ([5, 6.0], SamplingParams(), RequestError, "prompt holds token id 6.0,"),
         ("x" * 600, SamplingParams(max_tokens=1), ContextLengthError, "512"),
         ("x" * 500, SamplingParams(max_tokens=100), ContextLengthError, "max_tokens is 100"),
         ("x", SamplingParams(logit_bias={99999: 1.0}), RequestError, "logit_bias"),
@@ -170,6 +178,31 @@ class DyingWorker(ScriptedWorker):
         if any(seq.num_output_tokens >= 3 for seq in handle.seqs):
             raise RuntimeError("the device is gone")
         return super().wait(handle)
+
+
+def test_a_closed_engine_refuses_instead_of_waiting_for_ever(folder):
+    with new_engine(folder) as engine:
+        assert engine.generate("before", GREEDY)[0]["text"] == "before"
+    for ask in (engine.generate, engine.add_request):
+        with pytest.raises(EngineDeadError, match="the engine was closed"):
+            ask("after", GREEDY)
+    with pytest.raises(EngineDeadError, match="the engine was closed"):
+        engine.call_utility("check_integrity")
+    assert engine.is_finished()
+
+
+def test_a_request_registered_while_the_engine_dies_is_not_waited_for(folder, monkeypatch):
+    with new_engine(folder) as engine:
+        add = engine._io.add
+
+        def dying(*args, **fields):
+            engine._on_death(EngineDeadError("the device is gone"))
+            return add(*args, **fields)
+
+        monkeypatch.setattr(engine._io, "add", dying)
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            engine.generate("late", GREEDY)
+        assert engine.is_finished()
 
 
 def test_a_dead_engine_ends_every_request_and_says_why(folder):

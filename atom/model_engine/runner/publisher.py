@@ -54,14 +54,15 @@ class Publisher:
             self._is_read[slot].synchronize()
 
     def deliver(self, step: PackedStep, tables: DeviceTables | HostTables) -> torch.Tensor:
-        """As :meth:`publish`; and ``tables`` take over what the step changes there."""
+        """As :meth:`publish`; and ``tables`` take over what the step changes there. A repeated one changes nothing."""
+        if self._device_buffer is not None and step.is_repeat:
+            return self._device_buffer
         if self._device_buffer is None or not self._is_packed or not tables.takes(step):
             packed = self.publish(step)
             tables.apply(packed, step)
             return packed
-        if not step.is_repeat:
-            tables.take(self._host[step.slot], self._device_buffer, step)
-            self._is_read[step.slot].record()
+        tables.take(self._host[step.slot], self._device_buffer, step)
+        self._is_read[step.slot].record()
         return self._device_buffer
 
     def publish(self, step: PackedStep) -> torch.Tensor:
@@ -69,8 +70,6 @@ class Publisher:
         host = self._host[step.slot]
         if self._device_buffer is None:
             return host
-        if step.is_repeat:
-            return self._device_buffer
         if self._is_packed:
             target, source = self._views_of(step.slot, -(-len(step.buffer) // _ROUND))
             target.copy_(source, non_blocking=True)

@@ -24,9 +24,8 @@ class Readback:
 
     def __init__(self, max_num_seqs: int, device: torch.device):
         self._max_num_seqs = max_num_seqs
-        self._flags_at = _ID_BYTES * (
-            max_num_seqs + max_num_seqs % 2
-        )  # 16 bytes: kernels are compiled for that
+        # At 16 bytes: kernels are compiled for that.
+        self._flags_at = _ID_BYTES * (max_num_seqs + max_num_seqs % 2)
         self._ring: list[tuple[torch.Tensor, torch.cuda.Event]] = []
         self._next = 0
         self._given: torch.Tensor | None = None  # ids of the next slot, if somebody writes there

@@ -6,6 +6,7 @@ set to 0, compares every block.
 """
 
 from array import array
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 from atom.core import Sequence
@@ -25,7 +26,7 @@ class PrefixQuery:
 
     __slots__ = ("chain", "token_ids", "compare_all", "found", "num_read")
 
-    def __init__(self, chain: HashChain, token_ids: list[int], compare_all: bool):
+    def __init__(self, chain: HashChain, token_ids: Ids[int], compare_all: bool):
         self.chain = chain
         self.token_ids = token_ids
         self.compare_all = compare_all

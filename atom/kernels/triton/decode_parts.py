@@ -11,7 +11,7 @@ import triton.language as tl
 
 NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
-_SILU, _GELU = tl.constexpr(SILU), tl.constexpr(GELU_TANH)
+_GELU = tl.constexpr(GELU_TANH)
 
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
 _PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")

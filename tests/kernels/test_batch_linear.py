@@ -15,6 +15,7 @@ from atom.kernels.triton import batch_linear as batch
 from atom.kernels.triton.batch_linear import BatchShape
 from atom.kernels.triton.compile_ahead import recording
 from atom.kernels.triton.gated_linear import GatedLinear, gated_linear
+from atom.kernels.triton.hopper import MULTIPROCESSORS
 from atom.models.base import GatedMLP
 from atom.platforms import PLATFORMS, meta_stands_for
 from tests.helpers.gated_layers import give_cpu_gated_layers
@@ -98,7 +99,7 @@ def fits(shape, rows, columns, is_gated, num_tokens):
     assert rows % (shape.rows * shape.groups) == 0 and columns % batch.STEP == 0
     assert shape.rows * shape.groups * shape.tokens <= batch.SUMS
     token_tiles = -(-num_tokens // shape.tokens)
-    assert token_tiles <= shape.programs <= batch.PROGRAMS
+    assert token_tiles <= shape.programs <= MULTIPROCESSORS
     ring = shape.stages * (shape.rows * shape.groups + shape.tokens) * batch.STEP * 2
     out_rows = shape.rows // (1 + is_gated)
     room = 2 * shape.groups * batch.chunk_tokens(shape.tokens, out_rows) * out_rows * 2

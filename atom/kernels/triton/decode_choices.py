@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import triton
 
+from atom.kernels.triton.hopper import MULTIPROCESSORS
+
 MAX_TOKENS = 64
 # The most tokens of each class that has its own choices; products are padded to it.
 CLASSES = (1, 8, 16, 32, MAX_TOKENS)
@@ -135,7 +137,7 @@ def _tile_blocks(shape: LinearShape, most_tokens: int) -> tuple[int, ...] | None
     """The tallest tiles that keep most of the chip busy, with few splits; None: the shape has too few rows."""
     for rows, split in ((128, 1), (64, 1), (64, 2), (64, 4), (32, 1), (32, 2), (32, 4), (32, 8)):
         programs, steps = shape.weight_rows // rows * split, shape.K // split // 128
-        is_alone = programs <= 132  # on its multiprocessor
+        is_alone = programs <= MULTIPROCESSORS  # on its multiprocessor
         token_stages = min(steps, 6 if is_alone else 3)
         left = ((224 if is_alone else 112) << 10) - token_stages * MAX_TOKENS * 256
         is_cluster = int(split > 1 and most_tokens == MAX_TOKENS)
@@ -295,12 +297,12 @@ def _loop_candidates(shape: LinearShape) -> Iterator[Choice]:
                 programs = triton.cdiv(shape.weight_rows, tall) * split
                 if shape.K % (split * width) or not 64 <= programs <= 528 or shape.K // split // width < 2:
                     continue
-                if programs // split * 2 > 132 and (
+                if programs // split * 2 > MULTIPROCESSORS and (
                     width == 64 or split > 2
                 ):  # rows alone nearly fill the chip
                     continue
                 yield Choice("loop", (tall, width, split, 6 if width == 128 else 8, 0))
-                if width == 128 and programs > 132:
+                if width == 128 and programs > MULTIPROCESSORS:
                     yield Choice("loop", (tall, width, split, 3, 0))
 
 

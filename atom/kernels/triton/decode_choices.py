@@ -162,6 +162,30 @@ def _loop_blocks(shape: LinearShape) -> tuple[int, int, int, int, int]:
     return 64, power_of_two_divisor(shape.K, 128), 1, 5, 0
 
 
+def fits(choice: Choice, shape: LinearShape, most_tokens: int) -> bool:
+    """Whether a kernel has this name and such blocks, and with them computes layers of ``shape`` for the class.
+
+    Raises ValueError or TypeError where the number of blocks is another kernel's.
+    """
+    if choice.kernel in ("gemv", "gluon"):
+        rows, warps = choice.blocks
+        is_usual = all(number > 0 and number & (number - 1) == 0 for number in choice.blocks)
+        return most_tokens == 1 and is_usual and (choice.kernel == "gemv" or fits_gluon(shape, rows, warps))
+    sizes = (
+        choice.blocks if choice.kernel in ("rows", "ring") else choice.blocks[:-1]
+    )  # the others' last may be 0
+    if most_tokens == 1 or min(sizes) < 1:
+        return False
+    if choice.kernel == "loop":
+        tall, width, split, _, _ = choice.blocks
+        return tall in (16, 32, 64, 128) and width & (width - 1) == 0 and shape.K % (split * width) == 0
+    if choice.kernel == "rows":
+        return fits_rows(shape, *choice.blocks)
+    if choice.kernel == "ring":
+        return fits_ring(shape, choice.blocks, most_tokens)
+    return choice.kernel == "tile" and fits_tile(shape, choice.blocks, most_tokens)
+
+
 def fits_gluon(shape: LinearShape, rows_a_warp: int, warps: int) -> bool:
     """Whether rows divide evenly and a thread can hold them; columns go in chunks of 256 at least."""
     held = rows_a_warp * shape.K * (2 if shape.activation else 1) // 32

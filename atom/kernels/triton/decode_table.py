@@ -1,6 +1,6 @@
 """What was measured on this machine: choices of blocks by shape, kept on disk by architecture and Triton version.
 
-``python -m atom.benchmarks.decode_chain --tune`` writes the table; serving only reads it. Kernels change and files
+``python -m atom.benchmarks.decode_tune`` writes the table; serving only reads it. Kernels change and files
 stay: a table with a choice that does not serve its layer today is not used.
 """
 

@@ -199,6 +199,8 @@ def test_what_some_number_of_tokens_takes_is_compiled_ahead(measured):
     with recording() as recorder:
         batch.BatchLinear().rehearse(weight, 4096)
     assert len(recorder.launches) == 1  # both choices are one kernel
+    assert launched(lambda: batch.BatchLinear().rehearse(weight, 225)) == ["batch_gemm"]
+    assert launched(lambda: batch.BatchLinear().rehearse(weight, 224)) == []  # no step is so long
     assert "batch_gemm" in launched(lambda: GatedLinear("silu").rehearse(weight, 4096))
 
 

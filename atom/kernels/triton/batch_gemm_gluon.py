@@ -5,7 +5,8 @@ turns its part of the rows; the weight is the left operand, so 64 rows meet all 
 
 Tiles times steps of K are cut into as many runs as there are programs, each of neighbouring tiles, the last tile first.
 Where a run ends inside a tile its sum goes to a workspace; the program with the tile's last step adds what lies there,
-in the order of programs. It waits only for what others do first, so nobody waits long.
+in the order of programs. It waits only for what others do first, so nobody waits long; and only for programs of lower
+numbers, which a device starts before it, so that they need not all run at a time.
 
 A gated product has gate and up rows alternating by eights, which brings both to the same thread.
 """

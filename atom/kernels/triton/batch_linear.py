@@ -164,13 +164,14 @@ def reserve(weight: torch.Tensor) -> None:
         _workspace(weight.device)
 
 
-def rehearse(weight: torch.Tensor, activation: str | None = None) -> None:
-    """Launch each kernel that some number of tokens takes; called while launches are recorded."""
+def rehearse(weight: torch.Tensor, max_tokens: int, activation: str | None = None) -> None:
+    """Launch each kernel that steps of up to ``max_tokens`` take; called while launches are recorded."""
     is_gated = activation is not None
     x = weight[:8]
     output = weight.new_empty((len(x), len(weight) // (1 + is_gated)))
-    for shape in MEASURED.get((*weight.shape, is_gated), {}).values():
-        launch(shape, x, weight, output, activation)
+    for most, shape in MEASURED.get((*weight.shape, is_gated), {}).items():
+        if most - REACH < max_tokens:
+            launch(shape, x, weight, output, activation)
 
 
 def batch_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -199,7 +200,7 @@ class BatchLinear(LinearKernel):
         return weight
 
     def rehearse(self, packed: torch.Tensor, max_tokens: int) -> None:
-        rehearse(packed)
+        rehearse(packed, max_tokens)
 
     def __call__(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``[num_tokens, N]``; ``bias`` is None."""

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from atom.kernels.triton.gluon_parts import activate, barrier, copy, load_shares
+from atom.kernels.triton.gluon_parts import SHARES, activate, barrier, copy, load_shares
 
 
 @gluon.jit
@@ -80,7 +80,6 @@ def gemm_ring(
     EV: gl.constexpr = 2 if BN < 32 else 4
     EL: gl.constexpr = min(32, BN // EV)
     E: gl.constexpr = gl.BlockedLayout([1, EV], [32 // EL, EL], [NW, 1], [1, 0])
-    SHARES: gl.constexpr = 64  # read at once
     E3: gl.constexpr = gl.BlockedLayout([1, 1, EV], [1, 32 // EL, EL], [1, NW, 1], [2, 1, 0])
     RBN: gl.constexpr = BN // 2 if ACTIVATION else BN
     RV: gl.constexpr = EV // 2 if ACTIVATION else EV

@@ -21,12 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from atom.kernels.triton.gluon_parts import activate, barrier, bring, load_shares
+from atom.kernels.triton.gluon_parts import SHARES, activate, barrier, bring, load_shares
 
 # Whether a barrier's type counts those of all programs of a cluster; Triton 3.6 has one of each, alike.
 _COUNTS_ALL = gl.constexpr(hasattr(gl, "barrier"))
 TOKENS = gl.constexpr(64)  # rows of a product of four warps
-SHARES = gl.constexpr(64)  # of sums of squares, read at once
 
 
 @gluon.constexpr_function

@@ -177,11 +177,12 @@ class GatedLinear(LinearKernel):
         return weight
 
     def rehearse(self, packed: torch.Tensor, max_tokens: int) -> None:
-        batch_linear.rehearse(packed, self.activation)
+        batch_linear.rehearse(packed, max_tokens, self.activation)
         x = packed[:8]
         output = packed.new_empty((len(x), len(packed) // 2))
-        for shape in (SHAPE, TALL) if max_tokens >= MIN_TALL_TOKENS else (SHAPE,):
-            launch(shape, x, packed, output, self.activation)
+        for shape, fewest in ((SHAPE, MIN_TOKENS), (TALL, MIN_TALL_TOKENS)):
+            if max_tokens >= fewest:
+                launch(shape, x, packed, output, self.activation)
 
     def __call__(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``[num_tokens, size]``; ``bias`` is None."""

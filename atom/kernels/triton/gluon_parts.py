@@ -17,6 +17,7 @@ copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_cop
 ROOT_2_OVER_PI = gl.constexpr(0.7978845608028654)
 GELU_CUBE = gl.constexpr(0.044715)
 _GELU = gl.constexpr(GELU_TANH)
+SHARES = gl.constexpr(64)  # of sums of squares, read at once
 
 
 @gluon.jit

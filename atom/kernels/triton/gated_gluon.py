@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.kernels.triton.attention_parts import LOG2_E
-from atom.kernels.triton.gluon_parts import GELU_CUBE, ROOT_2_OVER_PI, bring, write
+from atom.kernels.triton.decode_parts import GELU_CUBE, ROOT_2_OVER_PI
+from atom.kernels.triton.gluon_parts import bring, write
 
 ROWS = gl.constexpr(64)  # tokens of a group of four warps: a product's rows
 COLUMNS = gl.constexpr(128)  # of a tile; twice as many are multiplied

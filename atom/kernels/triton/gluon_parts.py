@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from atom.kernels.triton.attention_parts import LOG2_E
-from atom.kernels.triton.decode_parts import GELU_TANH
+from atom.kernels.triton.decode_parts import GELU_CUBE, GELU_TANH, ROOT_2_OVER_PI
 
 # Triton 3.6 has the latter names.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -14,8 +14,6 @@ bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
-ROOT_2_OVER_PI = gl.constexpr(0.7978845608028654)
-GELU_CUBE = gl.constexpr(0.044715)
 _GELU = gl.constexpr(GELU_TANH)
 SHARES = gl.constexpr(64)  # of sums of squares, read at once
 

@@ -1,9 +1,8 @@
-"""Decode steps of the dense models on a GPU: checked, timed as graph replays and through the engine, tuned.
+"""Decode steps of the dense models on a GPU: checked, timed as graph replays and through the engine.
 
     python -m atom.benchmarks.decode_chain [--models qwen3-0.6b ...] [--batches 1 8 32] [--plain] [--parts] [--json OUT]
     python -m atom.benchmarks.decode_chain --variants [--models ...] [--batches ...]
     python -m atom.benchmarks.decode_chain --attention [--models ...] [--batches 8 32 64] [--budget S]
-    python -m atom.benchmarks.decode_chain --tune [--models ...]
 
 A workload is the peers' decode_bN: N sequences with a prompt of 128 tokens, 256 tokens out. ``graph`` is the device
 time of the recorded step, its context growing from 128 to 384; ``engine`` the wall-clock time of a step of the
@@ -368,7 +367,6 @@ def main() -> None:
     parser.add_argument(
         "--attention", action="store_true", help="check and time attention of batches in every form"
     )
-    parser.add_argument("--tune", action="store_true", help="measure block sizes and keep them")
     parser.add_argument("--json", type=Path, help="where all figures go")
     # --one: this process runs the models itself.
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
@@ -379,11 +377,6 @@ def main() -> None:
         from atom.benchmarks import decode_batches
 
         decode_batches.time_attention(args.models, args.batches, args.budget, args.compile_only)
-        return
-    if args.tune:
-        from atom.benchmarks.decode_tune import tune
-
-        tune(shapes, args.batches)
         return
     if args.one:
         for model in args.models:

@@ -18,7 +18,6 @@ from atom.benchmarks.gpu_measure import relative_error
 from atom.benchmarks.gpu_roofline import H200
 from atom.kernels.reference.decode import fused_linear
 from atom.kernels.triton.batch_linear import (
-    PROGRAMS,
     BatchShape,
     batch_linear,
     batch_shape,
@@ -27,6 +26,7 @@ from atom.kernels.triton.batch_linear import (
 from atom.kernels.triton.compile_ahead import KernelCompilation, missing_kernels, recording
 from atom.kernels.triton.elementwise import silu_and_mul
 from atom.kernels.triton.gated_linear import gated_linear
+from atom.kernels.triton.hopper import MULTIPROCESSORS
 
 if TYPE_CHECKING:
     from atom.benchmarks.gpu_kernels import Bench
@@ -70,11 +70,11 @@ def variants(layer: Layer, num_tokens: int) -> Iterator[BatchShape]:
     for rows, groups, tokens, stages in BLOCKS:
         token_tiles = -(-num_tokens // tokens)
         tiles = -(-layer.rows // (rows * groups)) * token_tiles
-        if token_tiles * tokens >= 2 * num_tokens or tokens == 64 and tiles > PROGRAMS:
+        if token_tiles * tokens >= 2 * num_tokens or tokens == 64 and tiles > MULTIPROCESSORS:
             continue
         parts = {tiles // n for n in (2, 3, 4) if tiles % n == 0} | {tiles * n for n in (1, 2, 4)}
-        for programs in sorted({128, PROGRAMS // token_tiles * token_tiles, *parts}):
-            if 64 <= programs <= PROGRAMS:
+        for programs in sorted({128, MULTIPROCESSORS // token_tiles * token_tiles, *parts}):
+            if 64 <= programs <= MULTIPROCESSORS:
                 yield BatchShape(rows, groups, tokens, stages, programs)
 
 
@@ -109,7 +109,7 @@ def compile_variants() -> None:
     with recording() as recorder:
         for blocks in BLOCKS:
             for activation in (None, "silu", "gelu_tanh"):
-                way(Layer("compile", 256, 64, activation), BatchShape(*blocks, PROGRAMS), x, weight)
+                way(Layer("compile", 256, 64, activation), BatchShape(*blocks, MULTIPROCESSORS), x, weight)
     with KernelCompilation(missing_kernels(list(recorder.launches.values()))) as compilation:
         compilation.wait()
 

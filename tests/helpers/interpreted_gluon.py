@@ -6,6 +6,7 @@ product of tensor cores is a product in fp32.
 """
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,12 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
-from atom.kernels.triton import decode_gemm_tile_gluon, decode_linear, fused_attention_launch
+from atom.kernels.triton import (
+    decode_gemm_tile_gluon,
+    decode_linear,
+    fused_attention_launch,
+    gluon_parts,
+)
 
 IMPORTS = {
     "from triton.experimental import gluon\n": "import triton as gluon\n",
@@ -26,11 +32,15 @@ OTHER_IMPORTS = {  # not of every kernel
     "from triton.experimental.gluon.language.nvidia.ampere import": "from tests.helpers.interpreted_gluon import",
     "from triton.experimental.gluon.language.nvidia.hopper import": "from tests.helpers.interpreted_gluon import",
     "from triton.language import debug_barrier": "from tests.helpers.interpreted_gluon import debug_barrier",
+    "from atom.kernels.triton.gluon_parts import": "from interpreted_gluon_parts import",
 }
 
 
 def interpreted(module, folder: Path):
     """``module`` with its Gluon functions as Triton functions, written to ``folder``."""
+    if module is not gluon_parts:
+        parts = interpreted(gluon_parts, folder)
+        sys.modules[parts.__name__] = parts
     source = Path(module.__file__).read_text()
     for theirs in IMPORTS:
         assert theirs in source, f"{module.__name__} does not import Gluon as expected"
@@ -257,7 +267,9 @@ class _Barriers:
 
 
 class tma:
-    """Of it what our kernels take."""
+    """Of it what the kernels take that run here."""
+
+    async_store = None  # none of them writes by it
 
     @staticmethod
     def async_load(descriptor, place, bar, tile):

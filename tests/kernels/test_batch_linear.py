@@ -12,11 +12,15 @@ from atom.kernels.reference.linear import ReferenceLinear
 from atom.kernels.registry import override_kernel, register_kernel, select_kernel, traceable_kernels
 from atom.kernels.triton import batch_gemm_gluon as kernels
 from atom.kernels.triton import batch_linear as batch
+from atom.kernels.triton import gated_linear as gated
 from atom.kernels.triton.batch_linear import BatchShape
 from atom.kernels.triton.compile_ahead import recording
 from atom.kernels.triton.gated_linear import GatedLinear, gated_linear
+from atom.kernels.triton.hopper import MULTIPROCESSORS
+from atom.model_ops.linear import ReplicatedLinear
 from atom.models.base import GatedMLP
 from atom.platforms import PLATFORMS, meta_stands_for
+from atom.utils.call_description import describe
 from tests.helpers.gated_layers import give_cpu_gated_layers
 from tests.helpers.own_process import json_of
 from tests.helpers.tiny_model import make_tiny_model
@@ -98,7 +102,7 @@ def fits(shape, rows, columns, is_gated, num_tokens):
     assert rows % (shape.rows * shape.groups) == 0 and columns % batch.STEP == 0
     assert shape.rows * shape.groups * shape.tokens <= batch.SUMS
     token_tiles = -(-num_tokens // shape.tokens)
-    assert token_tiles <= shape.programs <= batch.PROGRAMS
+    assert token_tiles <= shape.programs <= MULTIPROCESSORS
     ring = shape.stages * (shape.rows * shape.groups + shape.tokens) * batch.STEP * 2
     out_rows = shape.rows // (1 + is_gated)
     room = 2 * shape.groups * batch.chunk_tokens(shape.tokens, out_rows) * out_rows * 2
@@ -195,6 +199,8 @@ def test_what_some_number_of_tokens_takes_is_compiled_ahead(measured):
     with recording() as recorder:
         batch.BatchLinear().rehearse(weight, 4096)
     assert len(recorder.launches) == 1  # both choices are one kernel
+    assert launched(lambda: batch.BatchLinear().rehearse(weight, 225)) == ["batch_gemm"]
+    assert launched(lambda: batch.BatchLinear().rehearse(weight, 224)) == []  # no step is so long
     assert "batch_gemm" in launched(lambda: GatedLinear("silu").rehearse(weight, 4096))
 
 
@@ -220,6 +226,47 @@ def test_compiled_code_sees_one_op_a_layer_for_any_number_of_tokens(on_cpu):
     (graph,) = graphs
     targets = [node.target for node in graph.graph.nodes]
     assert targets.count(torch.ops.aiter.gated_linear) == targets.count(torch.ops.aiter.batch_linear) == 1
+
+
+def test_compiled_code_follows_a_table_that_changes(monkeypatch):
+    """Its op chooses as it runs: artifacts of an earlier start are right whatever was measured since."""
+    x, weight = torch.ones(240, 256).bfloat16(), torch.ones(512, 256).bfloat16()
+    monkeypatch.setattr(batch, "launch", lambda shape, x, weight, output, activation: output.fill_(-1.0))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def product(x):
+        plain = torch.ops.aiter.batch_linear(x, weight)
+        return plain, torch.ops.aiter.gated_linear(x, weight, "silu")
+
+    monkeypatch.setitem(gated.ACTIVATIONS, "silu", activation.silu_and_mul)
+    compiled = torch.compile(product, backend=backend, fullgraph=True, dynamic=True)
+    for table, is_launched in (({}, False), (SMALL, True), ({}, False)):
+        monkeypatch.setattr(batch, "MEASURED", table)
+        assert [bool((found == -1.0).all()) for found in compiled(x)] == [is_launched] * 2
+    assert len(graphs) == 1
+
+
+def test_a_layer_that_takes_another_kernel_needs_another_plan(monkeypatch):
+    """Tracing bakes the kernel's class into code; a plan that stands in for tracing is kept by it."""
+
+    def description(table):
+        monkeypatch.setattr(batch, "MEASURED", table)
+        with meta_stands_for(Hopper("a test")), torch.device("meta"):
+            layer = ReplicatedLinear(256, 512, False)
+        layer.after_load()
+        return type(layer.kernel), describe(layer, ["atom"])
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        (without, plain), (taken, changed), (_, again) = map(description, ({}, SMALL, {}))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert without is ReferenceLinear and taken is batch.BatchLinear
+    assert plain == again != changed
 
 
 @pytest.mark.parametrize("level", [0, 1, 3])

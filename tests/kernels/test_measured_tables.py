@@ -9,7 +9,15 @@ from torch.nn.attention import varlen
 
 from atom.benchmarks import gpu_kernels
 from atom.kernels.triton import decode_table, prefill_table
-from atom.kernels.triton.decode_table import Choice, LinearShape
+from atom.kernels.triton.decode_choices import (
+    CLASSES,
+    Choice,
+    LinearShape,
+    candidates,
+    default_choice,
+    fits,
+)
+from atom.kernels.triton.decode_choices import MEASURED as MEASURED_DECODES
 from atom.kernels.triton.prefill_table import TORCH, PrefillLayer, choose
 from atom.kernels.triton.varlen_attention import HOPPER_SHAPE, TileShape, layer_tile_shape, tile_shape
 from atom.model_ops.attentions import triton as triton_backend
@@ -25,8 +33,8 @@ SPEC = AttentionSpec(32, 8, 64, 0.125, torch.bfloat16)
 
 PREFILLS = {LAYER: MEASURED, PrefillLayer(128, 2): {2048: WIDE, 4096: WIDE}}
 DECODES = {
-    (LinearShape(96, 64, 1), 8): Choice("gemm_loop", (64, 128, 2, 5, 0)),
-    (LinearShape(64, 96, 0), 1): Choice("gemv_rows", (2, 4)),
+    (LinearShape(96, 256, 1), 8): Choice("loop", (64, 128, 2, 5, 0)),
+    (LinearShape(64, 96, 0), 1): Choice("gemv", (2, 4)),
 }
 TABLES = {"prefill": (prefill_table, PREFILLS), "decode": (decode_table, DECODES)}
 
@@ -66,6 +74,36 @@ def test_what_is_no_table_is_not_used(kind, damage, cache, caplog):
         path.parent.chmod(0o777)
     assert module.load_table("sm_90") == {}
     assert "is not used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kernel", "blocks"),
+    [
+        (8, "gemv", [2, 4]),  # of one token
+        (1, "loop", [64, 128, 1, 5, 0]),  # of several
+        (8, "gemm", [64, 128, 1, 5, 0]),  # no kernel of today
+        (8, "loop", [64, 128, 1, 5]),  # blocks of another day
+        (8, "tile", [64, 128, 2, 2, 2]),
+        (8, "rows", [16, 4, 1]),
+        (8, "ring", [16, 128, 1, 2, 4, 0]),
+        (8, "loop", [64, 128, 3, 5, 0]),  # does not divide the columns
+        (12, "loop", [64, 128, 1, 5, 0]),  # no class
+    ],
+)
+def test_a_choice_that_does_not_serve_its_layer_is_not_used(tokens, kernel, blocks, cache, caplog):
+    decode_table.save_table("sm_90", DECODES)
+    (path,) = cache.rglob("*.json")
+    path.write_text(json.dumps([*json.loads(path.read_text()), [256, 1024, 0, tokens, kernel, blocks]]))
+    assert decode_table.load_table("sm_90") == {}
+    assert "is not used" in caplog.text
+
+
+def test_every_usual_choice_and_every_candidate_may_be_kept():
+    for n, k, has_activation in MEASURED_DECODES:
+        shape = LinearShape(n, k, int(has_activation))
+        for most in CLASSES:
+            choices = [default_choice(shape, most, True), *candidates(shape, most, True)]
+            assert all(fits(choice, shape, most) for choice in choices), (shape, most)
 
 
 def test_new_measurements_of_a_layer_leave_other_lengths(cache):

@@ -5,7 +5,8 @@ turns its part of the rows; the weight is the left operand, so 64 rows meet all 
 
 Tiles times steps of K are cut into as many runs as there are programs, each of neighbouring tiles, the last tile first.
 Where a run ends inside a tile its sum goes to a workspace; the program with the tile's last step adds what lies there,
-in the order of programs. It waits only for what others do first, so nobody waits long.
+in the order of programs. It waits only for what others do first, so nobody waits long; and only for programs of lower
+numbers, which a device starts before it, so that they need not all run at a time.
 
 A gated product has gate and up rows alternating by eights, which brings both to the same thread.
 """
@@ -21,23 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Their names in Triton 3.6, where it has not got today's.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+from atom.kernels.triton.gluon_parts import activate, barrier, bring, write
 
 BK = gl.constexpr(64)  # columns of a step: 128 bytes, as wide as shared memory swizzles
-
-
-@gluon.jit
-def _activate(gate, up, ACTIVATION: gl.constexpr):
-    """As ``decode_parts.activate``."""
-    if ACTIVATION == 2:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        value = gate * (1.0 - 1.0 / (gl.exp2(inner * 2.8853900817779268) + 1.0)) * up
-    else:
-        value = gate / (1.0 + gl.exp2(gate * -1.4426950408889634)) * up
-    return value
 
 
 @gluon.jit
@@ -81,7 +68,7 @@ def _bring_rows(
             place = [row // 16, 0, 0, step * BK]
         else:
             place = [row, step * BK]
-        _bring(weight, place, bar, w_ring.index(stage * GROUPS + part))
+        bring(weight, place, bar, w_ring.index(stage * GROUPS + part))
 
 
 @gluon.jit
@@ -128,7 +115,7 @@ def _produce(
                 mbarrier.wait(empty.index(stage), (brought // STAGES & 1) ^ 1)
                 mbarrier.expect(full.index(stage), (GROUPS * ROWS + TOKENS) * BK * 2)
                 _bring_rows(weight, w_ring, full.index(stage), stage, tile, step, IS_GATED, GROUPS, ROWS)
-            _bring(x, [tokens * TOKENS, step * BK], full.index(stage), x_ring.index(stage))
+            bring(x, [tokens * TOKENS, step * BK], full.index(stage), x_ring.index(stage))
             brought += 1
 
 
@@ -174,11 +161,11 @@ def _store_tokens(
     else:
         buffer = room.index(2 * PART + turn % 2)
         tma.store_wait(1)
-        _barrier()
+        barrier()
         buffer.permute((1, 0)).store(value)
         fence_async_shared()
-        _barrier()
-        _write(out, [tokens, row], buffer)
+        barrier()
+        write(out, [tokens, row], buffer)
         turn += 1
     return turn
 
@@ -236,20 +223,20 @@ def _consume(
         if end_step < steps:
             own = (number * token_tiles + tokens) * GROUPS + PART
             gl.store(partial + own * (ROWS * TOKENS) + spot, _image(acc, ROWS, TOKENS, IMAGE))
-            _barrier()
+            barrier()
             gl.atomic_xchg(flags + own, 1, sem="release")
         else:
             for other in range(_whose_start(tile, num_tiles, programs, steps), number):
                 slot = (other * token_tiles + tokens) * GROUPS + PART
                 while gl.atomic_add(flags + slot, 0, sem="acquire") == 0:
                     pass
-                _barrier()
+                barrier()
                 acc += _matrix(gl.load(partial + slot * (ROWS * TOKENS) + spot), ROWS, TOKENS, SUM)
                 gl.store(flags + slot, 0)
             if ACTIVATION:
                 pairs = gl.permute(gl.reshape(acc, (ROWS // 16, 2, 8, TOKENS)), (0, 2, 3, 1))
                 gate, up = gl.split(pairs)
-                value = gl.reshape(_activate(gate, up, ACTIVATION), (OUT_ROWS, TOKENS)).to(dtype)
+                value = gl.reshape(activate(gate, up, ACTIVATION), (OUT_ROWS, TOKENS)).to(dtype)
             else:
                 value = acc.to(dtype)
             place = (tile * GROUPS + PART) * OUT_ROWS

@@ -17,10 +17,10 @@ import triton
 from atom.kernels.linear import LinearKernel
 from atom.kernels.registry import register_kernel
 from atom.kernels.triton.decode_parts import ACTIVATIONS, pdl_options
+from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, shared_layout
 from atom.platforms import Platform
 from atom.utils.custom_register import direct_register_custom_op
 
-PROGRAMS = 132  # that run at a time: one on each multiprocessor of an H200
 STEP = 64  # columns
 SUMS = 128 * 256  # that a program leaves to another, at most
 REACH = 32  # a choice serves the number of tokens that was measured and so many below: their products are padded to it
@@ -30,7 +30,7 @@ class BatchShape(NamedTuple):
     """How the kernel is built and launched.
 
     ``groups`` of four warps have ``rows`` of the weight each, for ``tokens`` at a time; ``stages`` steps of K are in
-    shared memory; at most ``programs`` share the work.
+    shared memory; at most ``programs`` share the work, one on a multiprocessor.
     """
 
     rows: int
@@ -69,15 +69,8 @@ def chunk_tokens(tokens: int, out_rows: int) -> int:
 @cache
 def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums that programs leave to others ``[programs, SUMS]``, and which are there: zeros between launches."""
-    sums = torch.zeros(PROGRAMS * SUMS, dtype=torch.float32, device=device)
-    return sums, torch.zeros(PROGRAMS * 2, dtype=torch.int32, device=device)
-
-
-@cache
-def _shared_layout(width: int, rank: int) -> Any:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    return NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=rank)
+    sums = torch.zeros(MULTIPROCESSORS * SUMS, dtype=torch.float32, device=device)
+    return sums, torch.zeros(MULTIPROCESSORS * 2, dtype=torch.int32, device=device)
 
 
 def launch(
@@ -105,7 +98,7 @@ def launch(
     (num_rows, columns), (num_tokens, size) = weight.shape, output.shape
     out_rows = shape.rows
     if activation is None:
-        layout = _shared_layout(128, 2)
+        layout = shared_layout()
         weights = TensorDescriptor(weight, [num_rows, columns], [columns, 1], [shape.rows, STEP], layout)
     else:  # eight rows of gate, eight of up
         out_rows //= 2
@@ -114,7 +107,7 @@ def launch(
             [size // 8, 2, 8, columns],
             [8 * columns, size * columns, columns, 1],
             [shape.rows // 16, 2, 8, STEP],
-            _shared_layout(128, 4),
+            shared_layout(4),
         )
     chunk = chunk_tokens(shape.tokens, out_rows)
     num_tiles = triton.cdiv(num_rows, shape.rows * shape.groups)
@@ -124,13 +117,13 @@ def launch(
     sums, flags = _workspace(x.device)
     batch_gemm[(programs,)](
         weights,
-        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [shape.tokens, STEP], _shared_layout(128, 2)),
+        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [shape.tokens, STEP], shared_layout()),
         TensorDescriptor(
             output,
             list(output.shape),
             [size, 1],
             [chunk, out_rows],
-            _shared_layout(min(128, 2 * out_rows), 2),
+            shared_layout(2, min(128, 2 * out_rows)),
         ),
         sums,
         flags,
@@ -157,24 +150,11 @@ def batch_product(
     """``x weight^T``, or of ``weight [gate | up, K]`` the activated product; None where another way is faster."""
     is_gated = activation is not None
     shape = batch_shape(*weight.shape, is_gated, len(x))
-    if shape is None or not _can_read(x, weight):
+    if shape is None or x.dtype is not torch.bfloat16 or not can_bring(x, weight):
         return None
     output = torch.empty((len(x), len(weight) // (1 + is_gated)), dtype=x.dtype, device=x.device)
     launch(shape, x, weight, output, activation)
     return output
-
-
-def _can_read(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return (
-        x.dim() == 2
-        and x.dtype is torch.bfloat16
-        and weight.dtype is torch.bfloat16
-        and x.stride(1) == 1
-        and x.stride(0) % 8 == 0
-        and weight.is_contiguous()
-        and x.data_ptr() % 16 == 0
-        and weight.data_ptr() % 16 == 0
-    )
 
 
 def reserve(weight: torch.Tensor) -> None:
@@ -184,13 +164,14 @@ def reserve(weight: torch.Tensor) -> None:
         _workspace(weight.device)
 
 
-def rehearse(weight: torch.Tensor, activation: str | None = None) -> None:
-    """Launch each kernel that some number of tokens takes; called while launches are recorded."""
+def rehearse(weight: torch.Tensor, max_tokens: int, activation: str | None = None) -> None:
+    """Launch each kernel that steps of up to ``max_tokens`` take; called while launches are recorded."""
     is_gated = activation is not None
     x = weight[:8]
     output = weight.new_empty((len(x), len(weight) // (1 + is_gated)))
-    for shape in MEASURED.get((*weight.shape, is_gated), {}).values():
-        launch(shape, x, weight, output, activation)
+    for most, shape in MEASURED.get((*weight.shape, is_gated), {}).items():
+        if most - REACH < max_tokens:
+            launch(shape, x, weight, output, activation)
 
 
 def batch_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -219,7 +200,7 @@ class BatchLinear(LinearKernel):
         return weight
 
     def rehearse(self, packed: torch.Tensor, max_tokens: int) -> None:
-        rehearse(packed)
+        rehearse(packed, max_tokens)
 
     def __call__(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``[num_tokens, N]``; ``bias`` is None."""

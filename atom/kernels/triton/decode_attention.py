@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from atom.kernels.triton.attention_parts import LOG2_E, NEVER, add_shares, arrive, load_pages, take_tile
+from atom.kernels.triton.hopper import MULTIPROCESSORS
 
 
 class DecodeShape(NamedTuple):
@@ -24,7 +25,7 @@ class DecodeShape(NamedTuple):
 
 
 SPLITS = (16, 8, 4)  # few choices: each is a kernel to compile
-MAX_PROGRAMS = 528  # four for each of 132 multiprocessors
+MAX_PROGRAMS = 4 * MULTIPROCESSORS
 NUM_ARRIVALS = MAX_PROGRAMS // SPLITS[-1]  # kv heads of all sequences of a step whose keys are split
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import triton
 
+from atom.kernels.triton.hopper import MULTIPROCESSORS
+
 MAX_TOKENS = 64
 # The most tokens of each class that has its own choices; products are padded to it.
 CLASSES = (1, 8, 16, 32, MAX_TOKENS)
@@ -135,7 +137,7 @@ def _tile_blocks(shape: LinearShape, most_tokens: int) -> tuple[int, ...] | None
     """The tallest tiles that keep most of the chip busy, with few splits; None: the shape has too few rows."""
     for rows, split in ((128, 1), (64, 1), (64, 2), (64, 4), (32, 1), (32, 2), (32, 4), (32, 8)):
         programs, steps = shape.weight_rows // rows * split, shape.K // split // 128
-        is_alone = programs <= 132  # on its multiprocessor
+        is_alone = programs <= MULTIPROCESSORS  # on its multiprocessor
         token_stages = min(steps, 6 if is_alone else 3)
         left = ((224 if is_alone else 112) << 10) - token_stages * MAX_TOKENS * 256
         is_cluster = int(split > 1 and most_tokens == MAX_TOKENS)
@@ -158,6 +160,30 @@ def _loop_blocks(shape: LinearShape) -> tuple[int, int, int, int, int]:
         if width >= 64 and programs * split >= 96:
             return 64, width, split, 5, 0
     return 64, power_of_two_divisor(shape.K, 128), 1, 5, 0
+
+
+def fits(choice: Choice, shape: LinearShape, most_tokens: int) -> bool:
+    """Whether a kernel has this name and such blocks, and with them computes layers of ``shape`` for the class.
+
+    Raises ValueError or TypeError where the number of blocks is another kernel's.
+    """
+    if choice.kernel in ("gemv", "gluon"):
+        rows, warps = choice.blocks
+        is_usual = all(number > 0 and number & (number - 1) == 0 for number in choice.blocks)
+        return most_tokens == 1 and is_usual and (choice.kernel == "gemv" or fits_gluon(shape, rows, warps))
+    sizes = (
+        choice.blocks if choice.kernel in ("rows", "ring") else choice.blocks[:-1]
+    )  # the others' last may be 0
+    if most_tokens == 1 or min(sizes) < 1:
+        return False
+    if choice.kernel == "loop":
+        tall, width, split, _, _ = choice.blocks
+        return tall in (16, 32, 64, 128) and width & (width - 1) == 0 and shape.K % (split * width) == 0
+    if choice.kernel == "rows":
+        return fits_rows(shape, *choice.blocks)
+    if choice.kernel == "ring":
+        return fits_ring(shape, choice.blocks, most_tokens)
+    return choice.kernel == "tile" and fits_tile(shape, choice.blocks, most_tokens)
 
 
 def fits_gluon(shape: LinearShape, rows_a_warp: int, warps: int) -> bool:
@@ -295,12 +321,12 @@ def _loop_candidates(shape: LinearShape) -> Iterator[Choice]:
                 programs = triton.cdiv(shape.weight_rows, tall) * split
                 if shape.K % (split * width) or not 64 <= programs <= 528 or shape.K // split // width < 2:
                     continue
-                if programs // split * 2 > 132 and (
+                if programs // split * 2 > MULTIPROCESSORS and (
                     width == 64 or split > 2
                 ):  # rows alone nearly fill the chip
                     continue
                 yield Choice("loop", (tall, width, split, 6 if width == 128 else 8, 0))
-                if width == 128 and programs > 132:
+                if width == 128 and programs > MULTIPROCESSORS:
                     yield Choice("loop", (tall, width, split, 3, 0))
 
 

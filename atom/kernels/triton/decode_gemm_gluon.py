@@ -12,20 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Their names in Triton 3.6, where it has not got today's.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-
-
-@gluon.jit
-def _activate(gate, up, ACTIVATION: gl.constexpr):
-    """As ``decode_parts.activate``."""
-    if ACTIVATION == 2:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        value = gate * (1.0 - 1.0 / (gl.exp2(inner * 2.8853900817779268) + 1.0)) * up
-    else:
-        value = gate / (1.0 + gl.exp2(gate * -1.4426950408889634)) * up
-    return value
+from atom.kernels.triton.gluon_parts import SHARES, activate, barrier, copy, load_shares
 
 
 @gluon.jit
@@ -40,13 +27,6 @@ def _inputs(
         factor = gl.load(norm + (step * BK + column)).to(gl.float32)
         value = (wide * factor).to(value.dtype)
     return value, squares
-
-
-@gluon.jit
-def _shares(squares_in, start, num_shares, share, token, BM: gl.constexpr):
-    """``[BM, SHARES]`` shares of sums of squares, from the given one on."""
-    place = squares_in + (start + share)[None, :] * BM + token[:, None]
-    return gl.load(place, mask=(start + share < num_shares)[None, :], other=0.0)
 
 
 @gluon.jit(do_not_specialize=["M", "num_shares"])
@@ -100,7 +80,6 @@ def gemm_ring(
     EV: gl.constexpr = 2 if BN < 32 else 4
     EL: gl.constexpr = min(32, BN // EV)
     E: gl.constexpr = gl.BlockedLayout([1, EV], [32 // EL, EL], [NW, 1], [1, 0])
-    SHARES: gl.constexpr = 64  # read at once
     E3: gl.constexpr = gl.BlockedLayout([1, 1, EV], [1, 32 // EL, EL], [1, NW, 1], [2, 1, 0])
     RBN: gl.constexpr = BN // 2 if ACTIVATION else BN
     RV: gl.constexpr = EV // 2 if ACTIVATION else EV
@@ -122,7 +101,7 @@ def gemm_ring(
     places = weight + line + (first + start)
     ring = gl.allocate_shared_memory(weight.dtype.element_ty, [STAGES, SLICES, BN, WIDTH], RING)
     for i in gl.static_range(HELD):
-        _copy(ring.index(i), places + i * BK)
+        copy(ring.index(i), places + i * BK)
         async_copy.commit_group()
     if PDL:
         gdc_launch_dependents()
@@ -149,7 +128,7 @@ def gemm_ring(
     e_token = gl.arange(0, BM, layout=gl.SliceLayout(1, E))
     if HAS_NORM and IS_SCALED:
         share = gl.arange(0, SHARES, layout=gl.SliceLayout(0, E))
-        first_shares = _shares(squares_in, 0, num_shares, share, e_token, BM)
+        first_shares = load_shares(squares_in, 0, num_shares, share, e_token, BM)
 
     if STEPS <= STAGES and STEPS * BM <= 128:
         for i in gl.static_range(STEPS):
@@ -167,7 +146,7 @@ def gemm_ring(
             )  # fmt: skip
             async_copy.wait_group(HELD - 1)
             if STAGES < STEPS and i + HELD < STEPS:
-                _copy(ring.index((i + HELD) % STAGES), places + (i + HELD) * BK)
+                copy(ring.index((i + HELD) % STAGES), places + (i + HELD) * BK)
             async_copy.commit_group()
             acc = mma_v2(value, ring.index(i % STAGES).permute((0, 2, 1)).load(WL), acc)
             value = following
@@ -177,7 +156,7 @@ def gemm_ring(
     if HAS_NORM and IS_SCALED:
         shares = first_shares
         for start_share in range(SHARES, num_shares, SHARES):
-            shares += _shares(squares_in, start_share, num_shares, share, e_token, BM)
+            shares += load_shares(squares_in, start_share, num_shares, share, e_token, BM)
         total_squares = gl.sum(shares, 1)
     if TAKES_NORM:
         total_squares = gl.convert_layout(gl.sum(squares, 0), gl.SliceLayout(1, E))
@@ -189,9 +168,9 @@ def gemm_ring(
         gl.store(own + spot, total)
         if TAKES_NORM:
             gl.store(own + BN * BM + e_token, total_squares)
-        _barrier()
+        barrier()
         is_last = gl.atomic_add(arrivals + pid, 1, sem="acq_rel") == SPLIT - 1
-        _barrier()
+        barrier()
         if is_last:
             total = gl.zeros((BM, BN), gl.float32, layout=E)
             for other in gl.static_range(SPLIT):
@@ -215,7 +194,7 @@ def gemm_ring(
             total += gl.load(bias + b_row).to(gl.float32)[None, :]
         if ACTIVATION:
             gate, up = gl.split(gl.reshape(total, (BM, RBN, 2)))
-            result = gl.convert_layout(_activate(gate, up, ACTIVATION), R)
+            result = gl.convert_layout(activate(gate, up, ACTIVATION), R)
         else:
             result = total
         if HAS_RESIDUAL:

@@ -16,19 +16,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Triton 3.6 has the latter.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+from atom.kernels.triton.gluon_parts import SHARES, activate, barrier, bring, load_shares
+
 # Whether a barrier's type counts those of all programs of a cluster; Triton 3.6 has one of each, alike.
 _COUNTS_ALL = gl.constexpr(hasattr(gl, "barrier"))
 TOKENS = gl.constexpr(64)  # rows of a product of four warps
-SHARES = gl.constexpr(64)  # of sums of squares, read at once
 
 
 @gluon.constexpr_function
@@ -88,31 +85,20 @@ def _meet(pid):
 
 
 @gluon.jit
-def _activate(gate, up, ACTIVATION: gl.constexpr):
-    """As ``decode_parts.activate``."""
-    if ACTIVATION == 2:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        value = gate * (1.0 - 1.0 / (gl.exp2(inner * 2.8853900817779268) + 1.0)) * up
-    else:
-        value = gate / (1.0 + gl.exp2(gate * -1.4426950408889634)) * up
-    return value
-
-
-@gluon.jit
 def _bring_weights(
     weight, full, ring, stage, row, N, column, RBN: gl.constexpr, BK: gl.constexpr, PIECES: gl.constexpr
 ):
     """Have a stage filled with a program's rows from ``column`` on: as gate rows, then up rows if there are two."""
     mbarrier.expect(full.index(stage), PIECES * RBN * BK * 2)
     for piece in gl.static_range(PIECES):
-        _bring(weight, [piece * N + row, column], full.index(stage), ring.index(stage * PIECES + piece))
+        bring(weight, [piece * N + row, column], full.index(stage), ring.index(stage * PIECES + piece))
 
 
 @gluon.jit
 def _bring_tokens(x, full, ring, stage, column, BM: gl.constexpr, BK: gl.constexpr):
     mbarrier.expect(full.index(stage), BM * BK * 2)
     tile = ring.index(stage)
-    _bring(x, [0, column], full.index(stage), tile.slice(0, BM) if BM < TOKENS else tile)
+    bring(x, [0, column], full.index(stage), tile.slice(0, BM) if BM < TOKENS else tile)
 
 
 @gluon.jit
@@ -124,13 +110,6 @@ def _rows_of(acc, BM: gl.constexpr, SUMS: gl.constexpr, LAYOUT: gl.constexpr):
     else:
         rows = gl.convert_layout(acc, LAYOUT)
     return rows
-
-
-@gluon.jit
-def _shares(squares_in, start, num_shares, share, token, BM: gl.constexpr):
-    """``[BM, SHARES]`` shares of sums of squares, from the given one on."""
-    place = squares_in + (start + share)[None, :] * BM + token[:, None]
-    return gl.load(place, mask=(start + share < num_shares)[None, :], other=0.0)
 
 
 @gluon.jit
@@ -198,7 +177,7 @@ def gemm_tile(
     for i in gl.static_range(X_STAGES):
         mbarrier.init(x_full.index(i), count=1)
     fence_async_shared()
-    _barrier()
+    barrier()
     for i in gl.static_range(W_STAGES):
         _bring_weights(
             weight, w_full, w_ring, i, pid * RBN, N, first + (pid + i) % STEPS * BK, RBN, BK, PIECES
@@ -220,7 +199,7 @@ def gemm_tile(
         next_factor = gl.load(next_norm + place).to(gl.float32)
     if HAS_NORM:
         share = gl.arange(0, SHARES, layout=gl.SliceLayout(0, R))
-        shares = _shares(squares_in, 0, num_shares, share, token, BM)
+        shares = load_shares(squares_in, 0, num_shares, share, token, BM)
 
     acc = gl.zeros((TOKENS, RBN), gl.float32, layout=MMA)
     up_acc = acc
@@ -238,7 +217,7 @@ def gemm_tile(
             acc = warpgroup_mma_wait(1, deps=[product])
         if W_STAGES < STEPS or X_STAGES < STEPS:
             # The step before has ended: its stages are free once all warps are here.
-            _barrier()
+            barrier()
             done = i - 1
             if W_STAGES < STEPS:  # noqa: SIM102 - decided while it is compiled
                 if (done >= 0) & (done + W_STAGES < STEPS):
@@ -254,7 +233,7 @@ def gemm_tile(
         acc, up_acc = warpgroup_mma_wait(0, deps=[acc, up_acc])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
-    _barrier()  # sums pass through shared memory that products of other warps may still read
+    barrier()  # sums pass through shared memory that products of other warps may still read
     parts = partial + pid * SPLIT * BN * BM
     own = parts + split * BN * BM
     spot = token[:, None] * RBN + inner[None, :]
@@ -272,7 +251,7 @@ def gemm_tile(
             up = _rows_of(up_acc, BM, SUMS, R)
     if HAS_NORM:
         for start in range(SHARES, num_shares, SHARES):
-            shares += _shares(squares_in, start, num_shares, share, token, BM)
+            shares += load_shares(squares_in, start, num_shares, share, token, BM)
         factor = gl.rsqrt(gl.sum(shares, 1) / K + eps)[:, None]
     is_last = True
     if CLUSTER > 1:
@@ -281,9 +260,9 @@ def gemm_tile(
         gl.store(own + spot, total, mask=is_token)
         if ACTIVATION:
             gl.store(own + RBN * BM + spot, up, mask=is_token)
-        _barrier()
+        barrier()
         is_last = gl.atomic_add(arrivals + pid, 1, sem="acq_rel") == SPLIT - 1
-        _barrier()
+        barrier()
     if is_last:
         if SPLIT > 1:
             total = _add_parts(parts + spot, is_token, SPLIT, BN * BM)
@@ -300,7 +279,7 @@ def gemm_tile(
                 up = up * factor
             if HAS_BIAS:
                 up += gl.load(bias + N + place).to(gl.float32)[None, :]
-            total = _activate(total, up, ACTIVATION)
+            total = activate(total, up, ACTIVATION)
         if HAS_RESIDUAL:
             total += before
         narrow = total.to(out.dtype.element_ty)

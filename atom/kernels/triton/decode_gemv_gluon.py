@@ -4,6 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from atom.kernels.triton.gluon_parts import activate
+
 
 @gluon.jit
 def gemv_rows(
@@ -73,11 +75,8 @@ def gemv_rows(
         acc += gl.load(bias + row).to(gl.float32)
         if ACTIVATION:
             up += gl.load(bias + N + row).to(gl.float32)
-    if ACTIVATION == 1:
-        acc = acc / (1.0 + gl.exp2(acc * -1.4426950408889634)) * up
-    if ACTIVATION == 2:
-        inner = 0.7978845608028654 * (acc + 0.044715 * acc * acc * acc)
-        acc = acc * (1.0 - 1.0 / (gl.exp2(inner * 2.8853900817779268) + 1.0)) * up
+    if ACTIVATION:
+        acc = activate(acc, up, ACTIVATION)
     if HAS_RESIDUAL:
         acc += before
     gl.store(out + row, acc.to(out.dtype.element_ty))

@@ -1,8 +1,9 @@
 """What the decode kernels share: dependent launch, epilogues, and keys whose order is (value, lowest id).
 
 A step is a chain of kernels, each launched while the one before it still runs (``launch_pdl``). Every kernel first
-loads what no kernel of the step writes (weights, keys of earlier steps), lets its successor start, then waits for
-its predecessor; what it computes is read and written behind that wait.
+loads what no kernel of the step but the first one writes (weights, keys of earlier steps, lengths and rotations), lets
+its successor start, then waits for its predecessor; what it computes is read and written behind that wait. Only the
+second kernel lets nobody start before its wait, so that what the first one wrote is complete for all behind it.
 """
 
 import torch
@@ -11,7 +12,8 @@ import triton.language as tl
 
 NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
-_SILU, _GELU = tl.constexpr(SILU), tl.constexpr(GELU_TANH)
+_GELU = tl.constexpr(GELU_TANH)
+ROOT_2_OVER_PI, GELU_CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)  # of gelu by tanh
 
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
 _PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
@@ -21,7 +23,7 @@ _PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 def activate(gate, up, ACTIVATION: tl.constexpr):
     """``act(gate) * up`` in fp32."""
     if ACTIVATION == _GELU:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        inner = ROOT_2_OVER_PI * (gate + GELU_CUBE * gate * gate * gate)
         value = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0)) * up
     else:
         value = gate / (1.0 + tl.exp(-gate)) * up

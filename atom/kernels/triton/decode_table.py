@@ -1,6 +1,7 @@
 """What was measured on this machine: choices of blocks by shape, kept on disk by architecture and Triton version.
 
-``python -m atom.benchmarks.decode_chain --tune`` writes the table; serving only reads it.
+``python -m atom.benchmarks.decode_tune`` writes the table; serving only reads it. Kernels change and files
+stay: a table with a choice that does not serve its layer today is not used.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import triton
 
-from atom.kernels.triton.decode_choices import Choice, LinearShape
+from atom.kernels.triton.decode_choices import CLASSES, Choice, LinearShape, fits
 from atom.kernels.triton.measured_table import Rows, read_rows, table_path, write_rows
 
 Table = dict[tuple[LinearShape, int], Choice]
@@ -31,10 +32,13 @@ def save_table(architecture: str, table: Table) -> str:
 
 
 def _parse(rows: Rows) -> Table:
-    return {
-        (LinearShape(int(n), int(k), int(act)), int(tokens)): Choice(str(kernel), tuple(map(int, blocks)))
-        for n, k, act, tokens, kernel, blocks in rows
-    }
+    table: Table = {}
+    for n, k, act, tokens, kernel, blocks in rows:
+        shape, choice = LinearShape(int(n), int(k), int(act)), Choice(str(kernel), tuple(map(int, blocks)))
+        if tokens not in CLASSES or not fits(choice, shape, tokens):
+            raise ValueError(f"{choice} does not serve {shape} and {tokens} tokens")
+        table[shape, tokens] = choice
+    return table
 
 
 def _path(architecture: str) -> Path:

@@ -12,10 +12,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_NEVER = gl.constexpr(-1.0e30)  # a maximum before any score: finite, so that no difference of two is NaN
-_LOG2_E = gl.constexpr(1.4426950408889634)
-# Triton renamed it.
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+from atom.kernels.triton.attention_parts import LOG2_E, NEVER
+from atom.kernels.triton.gluon_parts import copy, finite
 
 
 @gluon.jit
@@ -47,8 +45,8 @@ def _send(keys, values, key_slot, value_slot, row, inside, DIM: gl.constexpr, LA
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     place = row[:, :, None] + channel[None, None, :]
     mask = inside[:, :, None] & (channel < DIM)[None, None, :]
-    _copy(key_slot, keys + place, mask=mask)
-    _copy(value_slot, values + place, mask=mask)
+    copy(key_slot, keys + place, mask=mask)
+    copy(value_slot, values + place, mask=mask)
     async_copy.commit_group()
 
 
@@ -57,15 +55,10 @@ def _scaled(score, scale, soft_cap, HAS_SOFT_CAP: gl.constexpr):
     """Scores in units of log2, after the soft cap."""
     if HAS_SOFT_CAP:
         score = score * scale
-        score = soft_cap * (1.0 - 2.0 / (gl.exp(2.0 * score / soft_cap) + 1.0)) * _LOG2_E
+        score = soft_cap * (1.0 - 2.0 / (gl.exp(2.0 * score / soft_cap) + 1.0)) * LOG2_E
     else:
-        score = score * (scale * _LOG2_E)
+        score = score * (scale * LOG2_E)
     return score
-
-
-@gluon.jit
-def _finite(x):
-    return gl.where(x - x == 0.0, x, 0.0)
 
 
 @gluon.jit
@@ -79,8 +72,8 @@ def _store_result(
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
     head = kv_head * GROUP + member
     if HAS_SINKS:
-        sink = gl.load(sinks + head, mask=member < GROUP, other=0.0).to(gl.float32) * _LOG2_E
-        total += gl.exp2(gl.where(length > 0, sink - best, _NEVER))
+        sink = gl.load(sinks + head, mask=member < GROUP, other=0.0).to(gl.float32) * LOG2_E
+        total += gl.exp2(gl.where(length > 0, sink - best, NEVER))
     result = acc / gl.where(total > 0.0, total, 1.0)[:, None]
     place = out + (token * HEADS + head)[:, None] * DIM + channel[None, :]
     gl.store(place, result.to(out.dtype.element_ty), mask=(member < GROUP)[:, None])
@@ -118,7 +111,7 @@ def _add_shares(
         at = base + i * GROUP + member
         mask = (member < GROUP) & (at < base + num_active * GROUP)
         place = partial + at[:, None] * DIM + channel[None, :]
-        peaks = peaks + (gl.load(stats + at * 2, mask=mask, other=_NEVER, cache_modifier=".cg"),)
+        peaks = peaks + (gl.load(stats + at * 2, mask=mask, other=NEVER, cache_modifier=".cg"),)
         totals = totals + (gl.load(stats + at * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg"),)
         sums = sums + (gl.load(place, mask=mask[:, None], other=0.0, cache_modifier=".cg"),)
     best, total, acc = _add_up(peaks, totals, sums, SPLITS)
@@ -245,7 +238,7 @@ def warp_splits(
         turned = turned * c[None, :] + other * s[None, :]
         is_query = (piece < GROUP)[:, None]
         turned = gl.where((piece > GROUP)[:, None], own, turned)
-        pieces = gl.where(is_query, turned, _finite(turned)).to(dtype)
+        pieces = gl.where(is_query, turned, finite(turned)).to(dtype)
         is_owner = (length > start) & (old < start + part)  # of the step's own token
         if is_owner & (slot >= 0):
             target = (((slot // PAGE) * KV_HEADS + kv_head) * PAGE + slot % PAGE) * DIM + channel
@@ -262,7 +255,7 @@ def warp_splits(
         score = _scaled(score, scale, soft_cap, HAS_SOFT_CAP)
         warp = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(1, MMA)))
         has_new = ((warp == 0) & is_owner)[:, None]
-        best = gl.where(has_new, score[None, :], _NEVER)
+        best = gl.where(has_new, score[None, :], NEVER)
         total = gl.where(has_new, 1.0, gl.zeros_like(best))
         zeros = gl.zeros([NW, DIM, N], gl.float32, MMA)
         acc = gl.where(has_new[:, None, :], value.to(gl.float32)[None, :, :] + zeros, 0.0)

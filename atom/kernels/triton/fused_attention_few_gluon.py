@@ -15,22 +15,18 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_NEVER = gl.constexpr(-1.0e30)  # a maximum before any score: finite, so that no difference of two is NaN
-_LOG2_E = gl.constexpr(1.4426950408889634)
+from atom.kernels.triton.attention_parts import LOG2_E, NEVER
+from atom.kernels.triton.gluon_parts import finite
+
 HEADS_OF_TILE = gl.constexpr(8)  # query heads in a product
-
-
-@gluon.jit
-def _finite(x):
-    return gl.where(x - x == 0.0, x, 0.0)
 
 
 @gluon.jit
 def _capped(score, soft_cap, HAS_SOFT_CAP: gl.constexpr):
     """Scores in units of log2, after the soft cap."""
     if HAS_SOFT_CAP:
-        score = soft_cap * (1.0 - 2.0 / (gl.exp2(score / soft_cap * 2.8853900817779268) + 1.0))
-    return score * _LOG2_E
+        score = soft_cap * (1.0 - 2.0 / (gl.exp2(score / soft_cap * (2 * LOG2_E)) + 1.0))
+    return score * LOG2_E
 
 
 @gluon.jit
@@ -82,7 +78,7 @@ def _scores(
 @gluon.jit
 def _new_values(place, of_value, dtype: gl.constexpr):
     """Of the step's own token, as the cache has them."""
-    return (_finite(gl.load(place).to(gl.float32)) / of_value).to(dtype)
+    return (finite(gl.load(place).to(gl.float32)) / of_value).to(dtype)
 
 
 @gluon.jit
@@ -152,7 +148,7 @@ def _long(
         sums = sums + (gl.zeros((GROUP, CHUNK), gl.float32, layout=LC),)
     best, total, sums = _walk(
         keys, values, table, queries, new_score, value_row, start, stop, old, kv_head, 0, factor, soft_cap, of_value,
-        gl.full((HEADS_OF_TILE,), _NEVER, gl.float32, layout=gl.SliceLayout(0, MMA)),
+        gl.full((HEADS_OF_TILE,), NEVER, gl.float32, layout=gl.SliceLayout(0, MMA)),
         gl.zeros((GROUP,), gl.float32, layout=LG), sums, room, peaks,
         HAS_SOFT_CAP, KV_HEADS, PAGE, DIM, GROUP, TILE, CHUNK, MMA, LA, L3,
     )  # fmt: skip
@@ -185,7 +181,7 @@ def _long(
             acc += gl.expand_dims(weight, 1) * added
         head = kv_head * GROUP + entry
         if HAS_SINKS:
-            whole += gl.exp2(gl.load(sinks + head).to(gl.float32) * _LOG2_E - peak)
+            whole += gl.exp2(gl.load(sinks + head).to(gl.float32) * LOG2_E - peak)
         place = out + gl.expand_dims((seq * KV_HEADS * GROUP + head) * DIM, 1) + channel
         gl.store(place, (acc * of_value / gl.expand_dims(whole, 1)).to(out.dtype.element_ty))
         gl.store(arrivals + group, 0)
@@ -297,7 +293,7 @@ def grouped(
         own = own * norm * norm_own.to(gl.float32)
         other = other * norm * norm_other.to(gl.float32)
     turned = own * c[None, :] + other * s[None, :]
-    new_key = (_finite(turned) / of_key).to(keys.dtype.element_ty)
+    new_key = (finite(turned) / of_key).to(keys.dtype.element_ty)
     tile_of_queries.slice(0, ROWS).store(
         gl.where(is_key, new_key.to(qkv.dtype.element_ty), turned.to(qkv.dtype.element_ty))
     )
@@ -320,7 +316,7 @@ def grouped(
 
     if not is_long:
         scores = ()
-        highest = gl.full((TILE, HEADS_OF_TILE), _NEVER, gl.float32, layout=MMA)
+        highest = gl.full((TILE, HEADS_OF_TILE), NEVER, gl.float32, layout=MMA)
         for i in gl.static_range(AHEAD):
             start = first + i * TILE
             score = _scores(
@@ -347,7 +343,7 @@ def grouped(
         if HAS_SINKS:
             peaks.store(best)
             peak = peaks.slice(0, GROUP).load(LG)
-            total += gl.exp2(gl.load(sinks + head).to(gl.float32) * _LOG2_E - peak)
+            total += gl.exp2(gl.load(sinks + head).to(gl.float32) * LOG2_E - peak)
         result = gl.where(length > 0, sums[0] * of_value / gl.expand_dims(total, 1), 0.0)
         column = part * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(0, L3)))
         place = out + gl.expand_dims((seq * HEADS + head) * DIM, 1) + gl.expand_dims(column, 0)

@@ -18,13 +18,14 @@ import triton
 
 from atom.kernels.triton import fused_attention, fused_attention_batch_gluon, fused_attention_few_gluon
 from atom.kernels.triton.decode_parts import pdl_options
+from atom.kernels.triton.hopper import MULTIPROCESSORS
 
-PROGRAMS = 264  # two for each of 132 multiprocessors, which run at once
+PROGRAMS = 2 * MULTIPROCESSORS  # which run at once
 MAX_PROGRAMS = 2112  # whose partial results there is room for
 SPLITS = (16, 8, 4, 2)
 MAX_COLUMN_PROGRAMS = 264
 LONG = 1024  # keys beyond which few sequences split them instead of the value columns
-MAX_GROUPED_PROGRAMS = 132  # of the kernel for sm_90: one a multiprocessor
+MAX_GROUPED_PROGRAMS = MULTIPROCESSORS  # of the kernel for sm_90
 
 
 class ColumnShape(NamedTuple):

@@ -24,15 +24,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from atom.kernels.triton.attention_parts import LOG2_E
+from atom.kernels.triton.decode_parts import GELU_CUBE, ROOT_2_OVER_PI
+from atom.kernels.triton.gluon_parts import bring, write
 
-# Triton 3.6 has the latter names.
-_bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_write = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 ROWS = gl.constexpr(64)  # tokens of a group of four warps: a product's rows
 COLUMNS = gl.constexpr(128)  # of a tile; twice as many are multiplied
 STEP = gl.constexpr(64)  # of K: the 128 bytes that a swizzled row has
-TANH_SCALE = gl.constexpr(2 * 0.7978845608028654)  # 2 sqrt(2 / pi)
-TANH_CUBE = gl.constexpr(0.044715)
 
 
 @gluon.jit
@@ -88,10 +85,10 @@ def _produce(
             w_tile = w_ring.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, (GROUPS * ROWS + 2 * COLUMNS) * STEP * 2)
-            _bring(weight, [gate, k], bar, w_tile.slice(0, COLUMNS))
+            bring(weight, [gate, k], bar, w_tile.slice(0, COLUMNS))
             for i in gl.static_range(GROUPS):
-                _bring(x, [token + i * ROWS, k], bar, x_rings[i].index(stage))
-            _bring(weight, [size + gate, k], bar, w_tile.slice(COLUMNS, COLUMNS))
+                bring(x, [token + i * ROWS, k], bar, x_rings[i].index(stage))
+            bring(weight, [size + gate, k], bar, w_tile.slice(COLUMNS, COLUMNS))
             stage, phase = _next(stage, phase, STAGES)
 
 
@@ -165,12 +162,12 @@ def _consume(
         if IS_SILU:
             power = gate * -LOG2_E
         else:  # gelu by tanh: 0.5 (1 + tanh(z)) = 1 / (1 + exp(-2 z))
-            power = gate * (1.0 + TANH_CUBE * gate * gate) * (-TANH_SCALE * LOG2_E)
+            power = gate * (1.0 + GELU_CUBE * gate * gate) * (-2 * ROOT_2_OVER_PI * LOG2_E)
         gated = gate * up * _reciprocal(1.0 + gl.exp2(power))
         tma.store_wait(0)  # what was written from here has been read
         result.store(gated.to(result.dtype))
         fence_async_shared()
-        _write(output, [(row * GROUPS + PART) * ROWS, column * COLUMNS], result)
+        write(output, [(row * GROUPS + PART) * ROWS, column * COLUMNS], result)
     tma.store_wait(0)
 
 

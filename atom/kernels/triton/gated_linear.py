@@ -6,21 +6,22 @@ that the kernel of ``gated_gluon`` is not for, the product goes to cuBLAS and th
 
 from __future__ import annotations
 
-from functools import cache
+import math
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
 
 from atom.kernels.linear import LinearKernel
 from atom.kernels.registry import Supports, register_kernel
 from atom.kernels.triton import batch_linear, elementwise
+from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, shared_layout
 from atom.platforms import Platform
 from atom.utils.custom_register import direct_register_custom_op
 
 _DTYPES = (torch.float16, torch.bfloat16)
 ACTIVATIONS = {"silu": elementwise.silu_and_mul, "gelu_tanh": elementwise.gelu_tanh_and_mul}
-PROGRAMS = 132  # that run at a time: one on each multiprocessor of an H200
 
 
 class GatedShape(NamedTuple):
@@ -30,12 +31,23 @@ class GatedShape(NamedTuple):
     stages: int
     band: int
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Tokens and columns of a tile."""
+        from atom.kernels.triton.gated_gluon import COLUMNS, ROWS
+
+        return ROWS.value * self.groups, COLUMNS.value
+
+    def tiles(self, num_tokens: int, size: int) -> tuple[int, int]:
+        """How many tiles there are along the tokens, and along the columns."""
+        tokens, columns = self.tile
+        return triton.cdiv(num_tokens, tokens), triton.cdiv(size, columns)
+
     def fill(self, num_tokens: int, size: int) -> float:
         """What share of the multiplications that programs have time for, whole rounds of tiles, is of the product."""
-        tokens, columns = 64 * self.groups, 128
-        num_tiles = -(-num_tokens // tokens) * -(-size // columns)
-        num_rounds = -(-num_tiles // PROGRAMS)
-        return num_tokens * size / (num_rounds * PROGRAMS * tokens * columns)
+        num_rows, num_columns = self.tiles(num_tokens, size)
+        num_places = triton.cdiv(num_rows * num_columns, MULTIPROCESSORS) * MULTIPROCESSORS
+        return num_tokens * size / (num_places * math.prod(self.tile))
 
 
 SHAPE = GatedShape(2, 4, 16)
@@ -95,12 +107,11 @@ def launch(
 
     from atom.kernels.triton.gated_gluon import COLUMNS, ROWS, STEP, gated_sm90
 
-    layout = _shared_layout()
+    layout = shared_layout()
     (num_tokens, in_features), size = x.shape, output.shape[1]
-    num_rows = -(-num_tokens // (shape.groups * ROWS.value))
-    num_columns = -(-size // COLUMNS.value)
+    num_rows, num_columns = shape.tiles(num_tokens, size)
     num_tiles = num_rows * num_columns
-    gated_sm90[(min(num_tiles, PROGRAMS),)](
+    gated_sm90[(min(num_tiles, MULTIPROCESSORS),)](
         TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [ROWS.value, STEP.value], layout),
         TensorDescriptor(weight, list(weight.shape), [in_features, 1], [COLUMNS.value, STEP.value], layout),
         TensorDescriptor(output, list(output.shape), [size, 1], [ROWS.value, COLUMNS.value], layout),
@@ -119,13 +130,6 @@ def launch(
     )
 
 
-@cache
-def _shared_layout() -> Any:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
     """``activation(x gate^T) * (x up^T)``: ``[num_tokens, size]``; by the kernel where that is the faster way.
 
@@ -138,23 +142,11 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torc
         return product
     size = weight.shape[0] // 2
     shape = gated_shape(len(x), size)
-    if shape is None or not _can_read(x, weight):
+    if shape is None or not can_bring(x, weight):
         return ACTIVATIONS[activation](F.linear(x, weight))
     output = torch.empty((len(x), size), dtype=x.dtype, device=x.device)
     launch(shape, x, weight, output, activation)
     return output
-
-
-def _can_read(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return (
-        x.dim() == 2
-        and x.dtype is weight.dtype
-        and x.stride(1) == 1
-        and x.stride(0) % 8 == 0
-        and weight.is_contiguous()
-        and x.data_ptr() % 16 == 0
-        and weight.data_ptr() % 16 == 0
-    )
 
 
 def _shape_only(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
@@ -185,11 +177,12 @@ class GatedLinear(LinearKernel):
         return weight
 
     def rehearse(self, packed: torch.Tensor, max_tokens: int) -> None:
-        batch_linear.rehearse(packed, self.activation)
+        batch_linear.rehearse(packed, max_tokens, self.activation)
         x = packed[:8]
         output = packed.new_empty((len(x), len(packed) // 2))
-        for shape in (SHAPE, TALL) if max_tokens >= MIN_TALL_TOKENS else (SHAPE,):
-            launch(shape, x, packed, output, self.activation)
+        for shape, fewest in ((SHAPE, MIN_TOKENS), (TALL, MIN_TALL_TOKENS)):
+            if max_tokens >= fewest:
+                launch(shape, x, packed, output, self.activation)
 
     def __call__(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``[num_tokens, size]``; ``bias`` is None."""

@@ -17,15 +17,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from atom.kernels.triton.attention_parts import LOG2_E, NEVER
+from atom.kernels.triton.gluon_parts import bring
 
-# Triton 3.6 has the latter.
-_bring = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 ROWS = gl.constexpr(64)  # of a group of four warps: a product's rows
 
 
@@ -93,7 +91,7 @@ def _bring_tile(
     """Have ``tile`` filled with rows of this step from ``row`` on, or with cached ones unless ``cached`` is -1."""
     mbarrier.expect(bar, KEYS * DIM * 2)
     if cached < 0:
-        _bring(own, [row, head * DIM], bar, tile)
+        bring(own, [row, head * DIM], bar, tile)
     else:
         # Behind the last page there is nothing to bring, but what lies there must be finite.
         for at in gl.static_range(0, KEYS, 4 * PAGE):  # more addresses at a time have no registers
@@ -102,7 +100,7 @@ def _bring_tile(
                 page = gl.load(table + gl.minimum((cached + i) // PAGE, last_page))
                 rows = rows + ((page * KV_HEADS + head) * PAGE,)
             for i in gl.static_range(at, min(at + 4 * PAGE, KEYS), PAGE):
-                _bring(paged, [rows[(i - at) // PAGE], 0], bar, tile.slice(i, PAGE))
+                bring(paged, [rows[(i - at) // PAGE], 0], bar, tile.slice(i, PAGE))
 
 
 @gluon.jit
@@ -166,10 +164,10 @@ def _produce(
                     token = first_token + offset
                     mbarrier.wait(q_empty.index(0), (works & 1) ^ 1)
                     mbarrier.expect(q_full.index(0), Q_BYTES)
-                    _bring(q, [token, head * GROUP, 0], q_full.index(0), q_first)
+                    bring(q, [token, head * GROUP, 0], q_full.index(0), q_first)
                     mbarrier.wait(q_empty.index(1), (works & 1) ^ 1)
                     mbarrier.expect(q_full.index(1), Q_BYTES)
-                    _bring(q, [token + HALF_TOKENS, head * GROUP, 0], q_full.index(1), q_second)
+                    bring(q, [token + HALF_TOKENS, head * GROUP, 0], q_full.index(1), q_second)
                 mbarrier.wait(v_empty.index(stage), phase)
                 _bring_tile(
                     v, values, table, last_page, first_token + at, cached, head, v_full.index(stage),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from atom.kernels.triton.hopper import MULTIPROCESSORS, shared_layout
 from atom.kernels.triton.varlen_gluon import varlen_sm90
 from atom.platforms import platform_of_device
 
@@ -15,8 +15,6 @@ ROWS = 128  # of a tile: the kernel is written for it
 MAX_GROUP = 16  # query heads of a kv head: a half tile has at least 4 tokens
 MIN_TOKENS = 256  # of a step: below, tiles of 64 rows keep more of the device busy
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # a thread; 2 x 232 + 40 of the 504 that three groups share
-
-PROGRAMS = 132  # that run at a time: one on each multiprocessor of an H200
 
 
 @cache
@@ -70,12 +68,11 @@ def launch(
     num_kv_heads, page = keys.shape[1:3]
     group = num_heads // num_kv_heads
     tokens = ROWS // group // 2  # that a copy brings
-    flat = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    deep = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    flat, deep = shared_layout(2), shared_layout(3)
     step_shape = [num_tokens, num_kv_heads * dim]
     cache_shape = [keys.shape[0] * num_kv_heads * page, dim]
     num_works = len(tiles) * num_kv_heads
-    varlen_sm90[(min(num_works, PROGRAMS),)](
+    varlen_sm90[(min(num_works, MULTIPROCESSORS),)](
         TensorDescriptor(q, [num_tokens, num_heads, dim], [q.stride(0), dim, 1], [tokens, group, dim], deep),
         TensorDescriptor(k, step_shape, [k.stride(0), 1], [num_keys, dim], flat),
         TensorDescriptor(v, step_shape, [v.stride(0), 1], [num_keys, dim], flat),

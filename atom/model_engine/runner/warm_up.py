@@ -97,7 +97,7 @@ def record_launches(
     with recording(recorder):
         for layer in forward.model.modules():
             if isinstance(layer, LinearBase):
-                layer.kernel.rehearse(layer.packed, prefill_tokens)
+                layer.kernel.rehearse(layer.packed, max([prefill_tokens, *sizes]))
         forward.rehearse_patches()
     for size in sizes:
         if size <= most:

@@ -1,0 +1,31 @@
+"""What launches for sm_90 share: how many programs run at a time, and what the copy engine can bring and how."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+MULTIPROCESSORS = 132  # of an H200
+
+
+@cache
+def shared_layout(rank: int = 2, row_bytes: int = 128) -> Any:
+    """Of tiles of 16-bit numbers that are brought or written in bulk, in rows of 32, 64 or 128 bytes."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=row_bytes, element_bitwidth=16, rank=rank)
+
+
+def can_bring(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether tiles of ``x [num_tokens, K]`` and ``weight [N, K]`` can be brought: they begin at 16-byte multiples."""
+    return (
+        x.dim() == 2
+        and x.dtype is weight.dtype
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and weight.is_contiguous()
+        and x.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+    )

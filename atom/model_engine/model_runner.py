@@ -10,12 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from atom.config import (
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    CompilationLevel,
-    Config,
-    set_current_atom_config,
-)
+from atom.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CompilationLevel, Config, set_current_atom_config
 from atom.config_parts import CompilationConfig, CUDAGraphMode, KVCacheTensor
 from atom.core import BatchOutput, CacheGroupSpec, ScheduledBatch, TokenMasks
 from atom.errors import ConfigError

@@ -63,7 +63,9 @@ class ScriptedFrontEnd:
         self._open: list[tuple[AnswerState, RequestStream]] = []
 
     async def preprocess(self, prompt: str | list[int], cache_salt: str | None = None) -> Prompt:
-        return Prompt(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        return Prompt(
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, b""
+        )  # goes nowhere
 
     def stream(
         self, prompt: Prompt, params: SamplingParams, *, request_id: str, stop_gate: Any = None, **_: Any

@@ -52,10 +52,10 @@ class Prompt:
     """
 
     token_ids: Ids[int]
+    packed: bytes
     hash_seed: int = 0
     cache_salted: bool = False
     chain: ShippedChain | None = None
-    packed: bytes = b""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -118,7 +118,7 @@ class InputOutputProcessor:
         chain = None
         if self._ship_chain and len(ids) <= self.limits.max_model_len:
             chain = hash_prompt(array("i", packed), self._config.kv_cache_block_size, seed, packed)
-        return Prompt(ids, seed, cache_salt is not None, chain, packed)
+        return Prompt(ids, packed, seed, cache_salt is not None, chain)
 
     def _pack_prompt(self, ids: Ids[int]) -> bytes:
         """A prompt's ids as the engine takes them. One pass over Python objects: all else is done on the bytes."""
@@ -216,7 +216,7 @@ class InputOutputProcessor:
             force_setattr(params, "seed", secrets.randbits(63))
         return NewRequest(
             id=0,
-            token_ids=prompt.packed or self._pack_prompt(prompt.token_ids),
+            token_ids=prompt.packed,
             params=params,
             stop_ids=rules.stop_ids,
             max_output_tokens=max_output,

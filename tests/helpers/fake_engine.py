@@ -114,7 +114,9 @@ class FakeEngine:
 
     async def preprocess(self, prompt, cache_salt=None) -> Prompt:
         await asyncio.sleep(0)
-        return Prompt(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        return Prompt(
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, b""
+        )  # goes nowhere
 
     async def compile_guide(self, guide: Guide) -> Guide:
         self.guides.append(guide)

@@ -1,9 +1,27 @@
-"""Gated layers of the CPU as layers of an sm_90 device have them: their product of few tokens runs anywhere."""
+"""Gated layers of the CPU as layers of an sm_90 device have them: their product of few tokens runs anywhere. And the
+platforms that decide who has them.
+"""
 
 from atom.kernels import registry
 from atom.kernels.reference import activation
 from atom.kernels.registry import register_kernel
 from atom.kernels.triton import gated_linear
+from atom.platforms import PLATFORMS
+
+
+class Hopper(PLATFORMS["cuda"]):
+    """What a layer asks of an H200's platform."""
+
+    def supports(self, feature):
+        return feature != "fp8_e4m3fnuz"
+
+    def architecture(self):
+        return "sm_90"
+
+
+class Ampere(Hopper):
+    def architecture(self):
+        return "sm_80"
 
 
 def give_cpu_gated_layers(monkeypatch):

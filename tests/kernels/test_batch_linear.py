@@ -21,7 +21,7 @@ from atom.model_ops.linear import ReplicatedLinear
 from atom.models.base import GatedMLP
 from atom.platforms import PLATFORMS, meta_stands_for
 from atom.utils.call_description import describe
-from tests.helpers.gated_layers import give_cpu_gated_layers
+from tests.helpers.gated_layers import Ampere, Hopper, give_cpu_gated_layers
 from tests.helpers.own_process import json_of
 from tests.helpers.tiny_model import make_tiny_model
 from tests.model_engine.test_graph_modes import run
@@ -32,21 +32,6 @@ SMALL = {  # what the tests measured
     (512, 256, True): {128: BatchShape(128, 2, 128, 4, 128), 256: SHAPE},
 }
 LAYER = {"in_features": 256, "out_features": 512, "dtype": torch.bfloat16}
-
-
-class Hopper(PLATFORMS["cuda"]):
-    """What a layer asks of an H200's platform."""
-
-    def supports(self, feature):
-        return feature != "fp8_e4m3fnuz"
-
-    def architecture(self):
-        return "sm_90"
-
-
-class Ampere(Hopper):
-    def architecture(self):
-        return "sm_80"
 
 
 @pytest.fixture

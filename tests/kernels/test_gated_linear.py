@@ -12,25 +12,10 @@ from atom.kernels.triton.compile_ahead import recording
 from atom.model_ops.linear import GateUpParallelLinear, QKVParallelLinear
 from atom.models.base import GatedMLP
 from atom.platforms import PLATFORMS, meta_stands_for
-from tests.helpers.gated_layers import give_cpu_gated_layers
+from tests.helpers.gated_layers import Ampere, Hopper, give_cpu_gated_layers
 from tests.helpers.own_process import json_of
 
 LAYER = {"in_features": 2048, "out_features": 16384, "dtype": torch.bfloat16, "gated_by": "silu"}
-
-
-class Hopper(PLATFORMS["cuda"]):
-    """What a layer asks of an H200's platform."""
-
-    def supports(self, feature):
-        return feature != "fp8_e4m3fnuz"
-
-    def architecture(self):
-        return "sm_90"
-
-
-class Ampere(Hopper):
-    def architecture(self):
-        return "sm_80"
 
 
 def kernel_of(platform, **traits):

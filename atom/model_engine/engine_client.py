@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from atom.config import Config
-from atom.model_engine.messages import AddRequests, Failed, FromEngine, Shutdown, ToEngine
+from atom.model_engine.messages import Abort, AddRequests, Failed, FromEngine, Shutdown, ToEngine, Utility
 from atom.runtime.liveness import Health
 
 
@@ -18,12 +18,12 @@ class EngineClient(ABC):
     """One engine core. ``receive`` is for one thread; ``send`` and ``send_control`` may be called from any."""
 
     @abstractmethod
-    def send(self, message: AddRequests) -> None:
-        """Hand over new requests."""
+    def send(self, message: AddRequests | Abort) -> None:
+        """Hand over new requests or end some, in the order of calls. Raises EngineDeadError."""
 
     @abstractmethod
-    def send_control(self, message: ToEngine) -> None:
-        """Abort, utility or shutdown."""
+    def send_control(self, message: Utility | Shutdown) -> None:
+        """What waits for no prompt on its way."""
 
     @abstractmethod
     def receive(self, timeout_s: float) -> list[FromEngine]:
@@ -55,7 +55,7 @@ class InProcessClient(EngineClient):
         self._wake = threading.Event()
         self._stopped = False
 
-    def send(self, message: AddRequests) -> None:
+    def send(self, message: ToEngine) -> None:
         self._inbox.append(message)
         self._wake.set()
 

@@ -160,6 +160,7 @@ class EngineCore:
                     self.scheduler.add(seq)
                     if guide is not None:
                         self._guides.add(seq)
+                self._tell_ended()
             case Abort():
                 self._is_unchecked = True
                 for seq_id, keep, reason in zip(
@@ -167,6 +168,7 @@ class EngineCore:
                 ):
                     self.scheduler.abort(seq_id, keep, reason)
                 self._guides.drop_finished()
+                self._tell_ended()
             case Utility():
                 self._emit(self._run_utility(message))
             case Shutdown():
@@ -243,9 +245,7 @@ class EngineCore:
 
     def _schedule(self) -> ScheduledBatch | None:
         batch = self.scheduler.schedule()
-        ended = self.scheduler.take_rejected()
-        if ended:
-            self._emit(StepResult.of_ended(ended).to_message())
+        self._tell_ended()
         if batch is not None and self._page is not None:
             self._page.begin_step(STEP_ALLOWANCE_S + STEP_ALLOWANCE_PER_TOKEN_S * batch.num_tokens)
         return batch
@@ -261,6 +261,12 @@ class EngineCore:
     def _tell(self, result: StepResult) -> None:
         if result.seqs:
             self._emit(result.to_message())
+
+    def _tell_ended(self) -> None:
+        """Tell the end of what ended outside of a step; at once, for there may be no step to come."""
+        ended = self.scheduler.take_rejected()
+        if ended:
+            self._emit(StepResult.of_ended(ended).to_message())
 
     def rest(self) -> None:
         """What is done once no work has come for a while: one more graph is recorded, and the books over the cache

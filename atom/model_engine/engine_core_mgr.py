@@ -15,7 +15,7 @@ from atom.config import Config
 from atom.errors import EngineDeadError
 from atom.model_engine.engine_client import EngineClient
 from atom.model_engine.engine_process import EngineProcessConfig
-from atom.model_engine.messages import AddRequests, FromEngine, Shutdown, ToEngine
+from atom.model_engine.messages import Abort, AddRequests, FromEngine, Shutdown, Utility
 from atom.runtime.liveness import Health, LivenessPage, ProcessState
 from atom.runtime.process import ChildProcess, stop_children
 from atom.runtime.transport import FrontSockets
@@ -63,12 +63,12 @@ class CoreManager(EngineClient):
             if not self._connected and time.monotonic() > deadline:
                 raise EngineDeadError(f"the engine process did not connect within {_CONNECT_TIMEOUT_S:g} s")
 
-    def send(self, message: AddRequests) -> None:
+    def send(self, message: AddRequests | Abort) -> None:
         self._check_alive()
         with self._send_lock:
             self._sockets.send(message)
 
-    def send_control(self, message: ToEngine) -> None:
+    def send_control(self, message: Utility | Shutdown) -> None:
         if not self._dead.is_set():
             self._sockets.send_control(message)
 

@@ -311,16 +311,23 @@ class InputOutputProcessor:
                 self.requests.pop(request.request_id, None)
 
     def abort(self, request_id: str) -> Abort | None:
-        """Forget a request whose client is gone; the message that frees it, None if it has ended."""
+        """The message that ends a request, None if it has ended: its answers end as the engine tells them to."""
+        ids = [answer.seq_id for answer in self._open_answers(request_id)]
+        return Abort(ids, [-1] * len(ids), ["aborted"] * len(ids)) if ids else None
+
+    def forget(self, request_id: str) -> Abort | None:
+        """Close a request whose client is gone; the message that frees it, None if it has ended."""
+        answers = self._open_answers(request_id)
+        kept = [answer.request.num_prompt_tokens + answer.num_output_tokens for answer in answers]
+        for answer in answers:
+            self._close_answer(answer)
+        ids = [answer.seq_id for answer in answers]
+        return Abort(ids, kept, ["aborted"] * len(ids)) if ids else None
+
+    def _open_answers(self, request_id: str) -> list[AnswerState]:
         with self._lock:
             request = self.requests.get(request_id)
-        if request is None:
-            return None
-        open_answers = [answer for answer in request.answers if not answer.finished]
-        kept = [request.num_prompt_tokens + answer.num_output_tokens for answer in open_answers]
-        for answer in open_answers:
-            self._close_answer(answer)
-        return Abort([answer.seq_id for answer in open_answers], kept, ["aborted"] * len(open_answers))
+        return [] if request is None else [answer for answer in request.answers if not answer.finished]
 
     def fail_all(self, error: Exception) -> None:
         """The engine is gone: every request in flight ends with ``error``."""

@@ -9,6 +9,7 @@ turns it into text and hands it to each request's sink.
 """
 
 import asyncio
+import contextlib
 import itertools
 import queue
 import secrets
@@ -27,6 +28,7 @@ from atom.model_engine.answer_stops import StopGate
 from atom.model_engine.engine_client import EngineClient, InProcessClient
 from atom.model_engine.io_processor import InputOutputProcessor, Limits, Prompt
 from atom.model_engine.messages import (
+    Abort,
     AddRequests,
     CompiledGuide,
     Failed,
@@ -214,7 +216,7 @@ class LLMEngine:
         if not isinstance(prompt, Prompt):
             prompt = self._io.tokenize(prompt, cache_salt)
         request_id = request_id or self._next_request_id()
-        stream = RequestStream(params.n, lambda: self.abort(request_id), asyncio.get_running_loop())
+        stream = RequestStream(params.n, lambda: self._forget(request_id), asyncio.get_running_loop())
         self._check_alive()
         message = self._io.add(
             [prompt], [params], [stream], [request_id], priority, stop_gate, is_bounded=True, guides=[guide]
@@ -299,7 +301,7 @@ class LLMEngine:
                     pass  # a timed wait lets Ctrl-C through
             except BaseException:
                 for request_id in request_ids:
-                    self.abort(request_id)
+                    self._forget(request_id)
                 raise
         for sink in sinks:
             if sink.error is not None:
@@ -307,10 +309,20 @@ class LLMEngine:
         return [_as_dict(sink.answers[i], started) for sink in sinks for i in sorted(sink.answers)]
 
     def abort(self, request_id: str) -> None:
-        """End a request; its blocks are free before the next step. Unknown ids are ignored: it has ended."""
-        message = self._io.abort(request_id)
-        if message is not None and message.ids:
-            self._client.send_control(message)
+        """End a request; its blocks are free before the next step. Unknown ids are ignored: it has ended.
+
+        Whoever waits for it gets what there is, with finish reason ``abort``. May be called on any thread.
+        """
+        self._send_abort(self._io.abort(request_id))
+
+    def _forget(self, request_id: str) -> None:
+        """End a request that nobody waits for any more."""
+        self._send_abort(self._io.forget(request_id))
+
+    def _send_abort(self, message: Abort | None) -> None:
+        if message is not None:
+            with contextlib.suppress(EngineDeadError):  # which has ended its requests
+                self._client.send(message)
 
     def _submit(
         self,
@@ -376,8 +388,7 @@ class LLMEngine:
                 if outputs:
                     each = (time.perf_counter() - began) / len(outputs)
                     self._detokenize_time.observe(each, len(outputs))
-                if abort is not None:
-                    self._client.send_control(abort)
+                self._send_abort(abort)
                 deliver(outputs)
             case Metrics():
                 own = self._detokenize_time.flatten("api_detokenize_chunk_seconds")

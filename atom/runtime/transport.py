@@ -1,11 +1,11 @@
 """Sockets between the front end and one engine process. Unix-domain ZMQ sockets in a private folder.
 
-    input    ROUTER (front end) -> DEALER (engine)   AddRequests; one writer thread, no lock
-    control  ROUTER (front end) -> DEALER (engine)   Abort, Utility, Shutdown; many writers, one lock
+    input    ROUTER (front end) -> DEALER (engine)   AddRequests, Abort: an abort never overtakes its request
+    control  ROUTER (front end) -> DEALER (engine)   Utility, Shutdown
     output   PUSH (engine) -> PULL (front end)       everything else
 
-Input and control are apart because two threads that write multipart messages to one socket interleave
-their frames. The engine has no I/O threads of its own: it polls and sends from its loop.
+Each of the front end's sockets has one writer at a time: frames of two threads would interleave. Control is apart so
+that it waits for no long prompts. The engine has no I/O threads of its own: it polls and sends from its loop.
 """
 
 import logging

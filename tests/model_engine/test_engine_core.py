@@ -85,6 +85,14 @@ def test_answers_to_prompts_are_out_before_the_books_over_their_blocks(loop, mon
     assert driver.leave_reason(1) == driver.leave_reason(2) == "max_tokens"
 
 
+def test_what_ends_without_a_step_is_told_at_once(loop):
+    driver = make_driver(loop)
+    driver.add({1: [7] * 5000, 2: [7] * 4}, PARAMS)
+    assert driver.leave_reason(1).startswith("unschedulable: 5000 tokens exceed")
+    driver.core.handle(Abort([2], [-1], ["aborted"]))
+    assert driver.leave_reason(2) == "aborted" and not driver.core.has_work
+
+
 def test_abort_of_an_unknown_request_is_ignored(loop):
     driver = make_driver(loop)
     driver.core.handle(Abort([99], [-1], ["aborted"]))

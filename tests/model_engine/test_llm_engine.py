@@ -121,6 +121,32 @@ def test_leaving_a_stream_aborts_its_request(engine):
     assert engine.get_cache_statistics()["kv_blocks_used"] == 0
 
 
+def test_generate_returns_what_there_is_when_another_thread_aborts_its_request(folder):
+    with new_engine(folder, max_model_len=4096) as engine:
+        endless = SamplingParams(temperature=0.0, max_tokens=3500, ignore_eos=True)
+        engine.add_request("beside it", endless, lambda output: engine.abort("mine"))
+        [answer] = engine.generate("x" * 100, endless, ["mine"])
+        assert answer["finish_reason"] == "abort"
+        assert len(answer["token_ids"]) == answer["num_tokens_output"] < 3500
+
+
+def test_a_callback_is_told_of_an_abort_once(engine):
+    outputs, ended = [], threading.Event()
+
+    def take(output):
+        outputs.append(output)
+        engine.abort(output.request_id)
+        if output.finished:
+            ended.set()
+
+    engine.add_request("x" * 100, SamplingParams(max_tokens=300, ignore_eos=True, n=2), take)
+    assert ended.wait(20)
+    assert engine.generate("after", GREEDY)[0]["text"] == "after"
+    finished = [(output.index, output.finish_reason) for output in outputs if output.finished]
+    assert sorted(finished) == [(0, "abort"), (1, "abort")]
+    assert engine.is_finished() and engine.get_cache_statistics()["kv_blocks_used"] == 0
+
+
 @pytest.mark.parametrize(
     "prompt, params, error, words",
     [

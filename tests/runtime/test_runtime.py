@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from atom.model_engine.messages import Abort, AddRequests, FromEngine, Metrics, ToEngine
+from atom.model_engine.messages import Abort, AddRequests, FromEngine, Metrics, Shutdown, ToEngine
 from atom.runtime.liveness import HEARTBEAT_LIMIT_S, LivenessPage, ProcessState
 from atom.runtime.process import ChildProcess, stop_children
 from atom.runtime.startup_phases import StartupPhases, format_phases, process_age_s
@@ -94,11 +94,12 @@ def test_messages_cross_the_sockets_and_garbage_is_dropped(tmp_path):
         pass
     front.send(AddRequests([], []))
     front._input.send_multipart((b"engine", b"\xc1 not a message"))
-    front.send_control(Abort([3], [-1], ["aborted"]))
+    front.send(Abort([3], [-1], ["aborted"]))
+    front.send_control(Shutdown())
     received = []
-    while len(received) < 2:
+    while len(received) < 3:
         received += engine.receive(1000)
-    assert {type(message) for message in received} == {AddRequests, Abort}
+    assert [type(message) for message in received if type(message) is not Shutdown] == [AddRequests, Abort]
     engine.send(Metrics({"x": 1.5}))
     assert front.receive(5.0) == [Metrics({"x": 1.5})]
     engine.close()

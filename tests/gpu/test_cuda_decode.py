@@ -21,6 +21,7 @@ from atom.kernels.triton.fused_attention_launch import (
 )
 from atom.sampling_params import SamplingParams
 from tests.helpers.core_driver import CoreDriver
+from tests.helpers.decode_case import Case
 from tests.helpers.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -159,6 +160,26 @@ def test_attention_of_real_shapes(shape, batch, has_gluon):
             run(qkv, layer, own_keys, own_values, step, out)
             assert error(out, wanted) < BOUND
         assert error(own_keys, keys) < 1e-3 and torch.equal(own_values, values)
+
+
+@pytest.mark.parametrize(
+    ("batch", "fields"),
+    [(65, {"sinks": True}), (100, {"window": 300}), (256, {}), (256, {"soft_cap": 20.0}), (320, {})],
+    ids=lambda value: next(iter(value), "plain") if isinstance(value, dict) else value,
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_attention_of_many_sequences(shape, batch, fields):
+    """Contexts from 0 to 2,000 in no order, and the same bits each time."""
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    lens = [0, 1, 2, *torch.randint(1, 2001, (batch - 3,)).tolist()]
+    case = Case(lens, HALF, heads=heads, kv_heads=kv_heads, dim=dim, rotary=dim)
+    fields = dict(fields)
+    if "sinks" in fields:
+        fields["sinks"] = torch.linspace(-1.0, 6.0, heads, device="cuda")
+    if shape.has_qk_norm:
+        fields["qk_norm"] = 1 + random(heads + kv_heads, dim, scale=0.1)
+    launch = {"has_gluon": IS_HOPPER, "uses_pdl": IS_HOPPER}
+    case.check(launch=launch, repeats=5, **fields)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 40])

@@ -261,16 +261,17 @@ def batch_shape(layer: AttentionLayer, num_seqs: int, has_gluon: bool) -> BatchS
 
 
 def warp_shape(layer: AttentionLayer, num_seqs: int) -> WarpShape:
-    """One wave of two programs a multiprocessor, each with several tiles of keys and values on their way.
+    """Two programs a multiprocessor, each with several tiles of keys and values on their way; splits while they fit.
 
-    Measured with 8 kv heads of 128 and 64, 8 to 64 sequences of 256 and 1,100 tokens (``python -m
-    atom.benchmarks.decode_chain --attention``): of 512 groups on, small programs are better than deep ones.
+    Measured with 8 kv heads of 128 and 64, 8 to 256 sequences (``python -m atom.benchmarks.decode_chain --attention``):
+    programs of a tile, of which four run at a time, are as good where they just fill the device, and up to 12 %
+    slower where a few groups are left over.
     """
     num_groups = num_seqs * layer.num_kv_heads
     splits = next((s for s in SPLITS if num_groups * s <= PROGRAMS), 1)
     if layer.head_dim <= 64 and num_groups >= 64:
         return WarpShape(1, 16, 8, 4, 128) if num_groups < 128 else WarpShape(1, 16, 4, 2, 128)
-    if layer.head_dim == 128 and num_groups >= 512:
+    if layer.head_dim == 128 and 512 <= num_groups <= 4 * MULTIPROCESSORS:
         return WarpShape(1, 16, 4, 1, 128)
     return WarpShape(splits, 16, 4, max(1, min(4, 384 // layer.head_dim)), 0)
 

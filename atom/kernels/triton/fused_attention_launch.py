@@ -309,5 +309,5 @@ def fits_grouped(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.d
 def grouped_shape(layer: AttentionLayer) -> GroupedShape:
     """The kernel for very few sequences on sm_90: three tiles are 384 keys; so many registers do without spills."""
     if layer.head_dim <= 64:
-        return GroupedShape(4, 8, 3, 2, 128)
-    return GroupedShape(8, 8, 3, 2, 128)
+        return GroupedShape(4, 8, 3, 0, 128)
+    return GroupedShape(8, 8, 3, 0, 128)

@@ -153,8 +153,6 @@ def gemv_tile(
         own = gl.load(x + piece).to(gl.float32)
         scaled = gl.allocate_shared_memory(dtype, [NW, SHARE], PLAIN)
         scaled.store((own * factor.to(gl.float32)).to(dtype))
-        of_squares = gl.allocate_shared_memory(gl.float32, [NW], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-        of_squares.store(gl.sum(own * own, 1))
         for c in gl.static_range(CHUNKS):
             given = given + (scaled.slice(c * BK, BK, dim=1).load(GIVEN),)
     else:
@@ -178,6 +176,9 @@ def gemv_tile(
         gl.float32, [NW * ROWS, SUMS], gl.SwizzledSharedLayout(1, 1, 1, order=[0, 1])
     )
     sums.store(acc.reshape([NW * ROWS, SUMS]))
+    if HAS_NORM:
+        of_squares = gl.allocate_shared_memory(gl.float32, [NW], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        of_squares.store(gl.sum(own * own, 1))
     one = sums.slice(0, 1, dim=1)
     value = gl.sum(one.slice(0, OUTS).load(LINES), 1)
     up = value
@@ -191,6 +192,7 @@ def gemv_tile(
         square = 0.0
         for i in gl.static_range(NW):
             square += gl.sum(of_squares.slice(i, 1).load(gl.SliceLayout(1, LINES)), 0)
+        scaled._keep_alive()  # what is apart in memory needs no barrier
         scale = gl.rsqrt(square / K + eps)
         value = value * scale
         up = up * scale

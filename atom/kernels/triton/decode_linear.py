@@ -210,7 +210,7 @@ def _launch_mma(x, layer, out, residual, blocks, shape, uses_pdl, is_first) -> N
     per_program = rows // 2 if layer.activation else rows
     decode_gemv_gluon.gemv_tile[(shape.N // per_program,)](
         x, layer.norm, layer.weight, layer.bias, residual, out, layer.eps, shape.N,
-        K=shape.K, ROWS=rows, NW=warps, **layer.flags(residual, uses_pdl), IS_FIRST=is_first, num_warps=warps,
+        K=shape.K, ROWS=rows, NW=warps, **layer.flags(residual, uses_pdl), IS_FIRST=is_first, num_warps=warps, maxnreg=128,
         **pdl_options(uses_pdl),
     )  # fmt: skip
 

@@ -453,3 +453,7 @@ def grouped(
             start, share, stop, length, old, seq, kv_head, part, factor, soft_cap, of_value,
             HAS_SINKS, HAS_SOFT_CAP, KV_HEADS, PAGE, DIM, GROUP, PARTS, PAIRS, NW, MMA, OF_KEYS,
         )  # fmt: skip
+    # What is apart in memory needs no barrier.
+    pieces._keep_alive()
+    key_tiles._keep_alive()
+    value_tiles._keep_alive()

@@ -111,7 +111,10 @@ def gemv_tile(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)  # a thread has 8 columns of a row at once
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
-    PIECE: gl.constexpr = gl.BlockedLayout([1, max(1, min(8, SHARE // 32))], [1, 32], [NW, 1], [1, 0])
+    WIDE: gl.constexpr = (
+        SHARE & -SHARE if SHARE & -SHARE < 256 else 256
+    )  # columns of a warp that are scaled at a time
+    PIECE: gl.constexpr = gl.BlockedLayout([1, WIDE // 32], [1, 32], [NW, 1], [1, 0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [NW, 1], [0, 1])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     dtype: gl.constexpr = weight.dtype.element_ty
@@ -135,8 +138,10 @@ def gemv_tile(
         tiles = tiles + (gl.load(place + c * BK, eviction_policy="evict_first"),)
     if HAS_NORM:
         of_warp = gl.arange(0, NW, layout=gl.SliceLayout(1, PIECE))[:, None] * SHARE
-        piece = of_warp + gl.arange(0, SHARE, layout=gl.SliceLayout(0, PIECE))[None, :]
-        factor = gl.load(norm + piece)
+        piece = of_warp + gl.arange(0, WIDE, layout=gl.SliceLayout(0, PIECE))[None, :]
+        factors = ()
+        for c in gl.static_range(SHARE // WIDE):
+            factors = factors + (gl.load(norm + c * WIDE + piece),)
     if PDL:
         if not IS_FIRST:
             gdc_launch_dependents()
@@ -150,11 +155,17 @@ def gemv_tile(
     GIVEN: gl.constexpr = gl.SliceLayout(2, RIGHT) if ROWS == 16 else gl.SliceLayout(1, LEFT)
     given = ()
     if HAS_NORM:
-        own = gl.load(x + piece).to(gl.float32)
-        scaled = gl.allocate_shared_memory(dtype, [NW, SHARE], PLAIN)
-        scaled.store((own * factor.to(gl.float32)).to(dtype))
+        values = ()
+        for c in gl.static_range(SHARE // WIDE):
+            values = values + (gl.load(x + c * WIDE + piece).to(gl.float32),)
+        scaled = gl.allocate_shared_memory(dtype, [SHARE // WIDE, NW, WIDE], PLAIN)
+        squares = gl.zeros([NW, WIDE], gl.float32, PIECE)
+        for c in gl.static_range(SHARE // WIDE):
+            scaled.index(c).store((values[c] * factors[c].to(gl.float32)).to(dtype))
+            squares += values[c] * values[c]
         for c in gl.static_range(CHUNKS):
-            given = given + (scaled.slice(c * BK, BK, dim=1).load(GIVEN),)
+            at = scaled.index(c * BK // WIDE).slice(c * BK % WIDE, BK, dim=1)
+            given = given + (at.load(GIVEN),)
     else:
         wide = gl.arange(0, NW, layout=gl.SliceLayout(1, GIVEN))[:, None] * SHARE
         wide = wide + gl.arange(0, BK, layout=gl.SliceLayout(0, GIVEN))[None, :]
@@ -178,7 +189,7 @@ def gemv_tile(
     sums.store(acc.reshape([NW * ROWS, SUMS]))
     if HAS_NORM:
         of_squares = gl.allocate_shared_memory(gl.float32, [NW], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-        of_squares.store(gl.sum(own * own, 1))
+        of_squares.store(gl.sum(squares, 1))
     one = sums.slice(0, 1, dim=1)
     value = gl.sum(one.slice(0, OUTS).load(LINES), 1)
     up = value

@@ -208,10 +208,11 @@ def _launch_mma(x, layer, out, residual, blocks, shape, uses_pdl, is_first) -> N
 
     rows, warps = blocks
     per_program = rows // 2 if layer.activation else rows
+    held = rows * shape.K // (64 * warps)  # registers of a thread that hold weights
     decode_gemv_gluon.gemv_tile[(shape.N // per_program,)](
         x, layer.norm, layer.weight, layer.bias, residual, out, layer.eps, shape.N,
-        K=shape.K, ROWS=rows, NW=warps, **layer.flags(residual, uses_pdl), IS_FIRST=is_first, num_warps=warps, maxnreg=128,
-        **pdl_options(uses_pdl),
+        K=shape.K, ROWS=rows, NW=warps, **layer.flags(residual, uses_pdl), IS_FIRST=is_first, num_warps=warps,
+        maxnreg=128 if held <= 64 or warps > 8 else 255, **pdl_options(uses_pdl),
     )  # fmt: skip
 
 

@@ -118,11 +118,15 @@ def _take(
 
 
 @gluon.jit
-def _meet(best, total, acc, GROUP: gl.constexpr, WIDTH: gl.constexpr, NW: gl.constexpr, LAYOUT: gl.constexpr):
-    """What all warps have summed up, as one: maximum and sum of weights ``[GROUP]``, weighted sums ``[GROUP, WIDTH]``."""
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+def _meet(
+    of_sums, best, total, acc,
+    GROUP: gl.constexpr, WIDTH: gl.constexpr, NW: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """What all warps have summed up, as one: maximum and sum of weights ``[GROUP]``, weighted sums ``[GROUP, WIDTH]``.
+
+    ``of_sums [NW * N, WIDTH]`` is room for theirs.
+    """
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    of_sums = gl.allocate_shared_memory(gl.float32, [NW * N, WIDTH], PLAIN)
     of_peaks = gl.allocate_shared_memory(gl.float32, [NW * N], LINE)
     of_totals = gl.allocate_shared_memory(gl.float32, [NW * N], LINE)
     of_sums.store(acc.permute(0, 2, 1).reshape([NW * N, WIDTH]))
@@ -207,6 +211,7 @@ def _long(
     TILE: gl.constexpr = SHARE * NW
     OF_COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
     WIDE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, NW], [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     dtype: gl.constexpr = keys.dtype.element_ty
     warp = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(1, MMA)))
     has_new = ((warp == 0) & (old >= start) & (old < start + share))[:, None]
@@ -228,7 +233,8 @@ def _long(
             stop, kv_head, 0, DIM, NW, KV_HEADS, PAGE, DIM, OF_KEYS, OF_KEYS,
         )  # fmt: skip
     async_copy.wait_group(0)
-    peak, whole, summed = _meet(best, total, acc, GROUP, DIM, NW, WIDE)
+    room = tiles.index(0)._reinterpret(gl.float32, [NW * N, DIM], PLAIN)
+    peak, whole, summed = _meet(room, best, total, acc, GROUP, DIM, NW, WIDE)
     group = seq * KV_HEADS + kv_head
     base = group * PARTS * GROUP
     place = base + part * GROUP + gl.arange(0, GROUP, layout=gl.SliceLayout(1, WIDE))
@@ -285,7 +291,6 @@ def grouped(
     )
     ROW: gl.constexpr = gl.BlockedLayout([1, DIM // 32], [1, 32], [NW, 1], [1, 0])  # a head a warp
     FEW: gl.constexpr = gl.BlockedLayout([1, 1], [max(1, 32 // WIDTH), min(32, WIDTH)], [NW, 1], [1, 0])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, NW], [1, 0])
     KEY_TILES: gl.constexpr = gl.SwizzledSharedLayout(
         8, max(1, 64 // DIM), DIM // 8 if DIM < 64 else 8, order=[2, 1, 0]
     )
@@ -442,7 +447,10 @@ def grouped(
                 key_tiles.index(0), value_tiles.index(0), queries, at, first, old, factor, soft_cap, best, total, acc,
                 HAS_SOFT_CAP, NW, MMA,
             )  # fmt: skip
-        peak, whole, summed = _meet(best, total, acc, GROUP, WIDTH, NW, FEW)
+        room = gl.allocate_shared_memory(
+            gl.float32, [NW * N, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+        )
+        peak, whole, summed = _meet(room, best, total, acc, GROUP, WIDTH, NW, FEW)
         _store_result(
             out, sinks, peak, whole, summed, length, of_value, seq, kv_head, part * WIDTH,
             HAS_SINKS, HEADS, GROUP, DIM, WIDTH, FEW,

@@ -127,12 +127,6 @@ class Shared:
     def permute(self, order):
         return Shared(self.array.transpose(order), self.dtype)
 
-    def _reinterpret(self, dtype, shape, layout):
-        """The same bytes as numbers of another kind: nothing that is not written there is read."""
-        view = self.array.reshape(-1).view(_numpy_dtype(dtype)).reshape([_number(n) for n in shape])
-        assert np.shares_memory(view, self.array)
-        return Shared(view, dtype)
-
     def _keep_alive(self):
         """Nothing here shares memory."""
 

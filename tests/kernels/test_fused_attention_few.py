@@ -35,8 +35,8 @@ def launches(tmp_path, monkeypatch):
     return found
 
 
-def launch(parts=4, warps=4, ahead=2, held=1):
-    return {"has_gluon": True, "grouped_shape": GroupedShape(parts, warps, ahead, held, 128)}
+def launch(parts=4, warps=4, ahead=2):
+    return {"has_gluon": True, "grouped_shape": GroupedShape(parts, warps, ahead, 128)}
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (8, 1)])
@@ -46,12 +46,12 @@ def test_groups_of_heads(launches, heads, kv_heads):
     assert launches == [(kv_heads, 4, len(LENS))]
 
 
-@pytest.mark.parametrize(("parts", "warps", "ahead", "held"), [(8, 2, 3, 0), (4, 4, 2, 2), (2, 8, 4, 1)])
-def test_block_shapes(parts, warps, ahead, held):
+@pytest.mark.parametrize(("parts", "warps", "ahead"), [(8, 2, 3), (4, 4, 1)])
+def test_block_shapes(parts, warps, ahead):
     torch.manual_seed(parts)
     case = Case([130, 33, 5], HALF, heads=4, kv_heads=2, dim=128, rotary=128)
     norm = torch.linspace(0.5, 1.5, 6 * 128).view(6, 128)
-    case.check(launch=launch(parts, warps, ahead, held), qk_norm=norm, rows=False)
+    case.check(launch=launch(parts, warps, ahead), qk_norm=norm, rows=False)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,11 @@
-"""The one-token product for sm_90 in Gluon: a warp owns whole rows and reads x in its own layout, no shared memory."""
+"""The one-token product for sm_90 in Gluon, in two forms.
+
+``gemv_rows``: a warp owns whole rows and reads x in its own layout, no shared memory. Behind the wait it has some 500
+instructions for 64 registers of weights.
+
+``gemv_mma``: tensor cores take a warp's share of the columns of 8 or 16 rows, and warps meet for their sums. Behind
+the wait it has 200 instructions, which counts where little is left to read by then: in small layers.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -84,7 +91,7 @@ def gemv_rows(
 
 
 @gluon.jit
-def gemv_tile(
+def gemv_mma(
     x,
     norm,
     weight,
@@ -103,7 +110,7 @@ def gemv_tile(
     PDL: gl.constexpr,
     IS_FIRST: gl.constexpr,
 ):
-    """As ``decode_gemv.gemv``: tensor cores, a warp's share of the columns of 8 or 16 rows (8 pairs) in registers."""
+    """As ``decode_gemv.gemv``, with x times the norm's weight rounded to the weight's dtype, as a module has it."""
     BK: gl.constexpr = 64
     SHARE: gl.constexpr = K // NW  # columns of a warp
     CHUNKS: gl.constexpr = SHARE // BK
@@ -111,9 +118,7 @@ def gemv_tile(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)  # a thread has 8 columns of a row at once
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
-    WIDE: gl.constexpr = (
-        SHARE & -SHARE if SHARE & -SHARE < 256 else 256
-    )  # columns of a warp that are scaled at a time
+    WIDE: gl.constexpr = min(256, SHARE & -SHARE)  # columns of a warp that are scaled at a time
     PIECE: gl.constexpr = gl.BlockedLayout([1, WIDE // 32], [1, 32], [NW, 1], [1, 0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [NW, 1], [0, 1])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])

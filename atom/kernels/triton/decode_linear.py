@@ -14,6 +14,7 @@ from atom.kernels.triton import decode_gemm, decode_gemm_tile_gluon, decode_gemv
 from atom.kernels.triton.decode_choices import (
     CLASSES,
     MAX_TOKENS,
+    OF_ONE_TOKEN,
     Choice,
     LinearShape,
     chunk,
@@ -158,7 +159,7 @@ class DecodeLinear:
             choice = without_scaled(choice, shape)
         launch = _LAUNCHES[choice.kernel]
         uses_pdl = self.uses_pdl
-        if choice.kernel in ("gemv", "gluon", "mma"):
+        if choice.kernel in OF_ONE_TOKEN:
             launch(x, layer, out, residual, choice.blocks, shape, uses_pdl, uses_pdl and is_first)
             return None
         uses_pdl = uses_pdl and not is_first
@@ -207,12 +208,11 @@ def _launch_mma(x, layer, out, residual, blocks, shape, uses_pdl, is_first) -> N
     from atom.kernels.triton import decode_gemv_gluon
 
     rows, warps = blocks
-    per_program = rows // 2 if layer.activation else rows
-    held = rows * shape.K // (64 * warps)  # registers of a thread that hold weights
-    decode_gemv_gluon.gemv_tile[(shape.N // per_program,)](
+    per_program = rows // 2 if shape.activation else rows
+    decode_gemv_gluon.gemv_mma[(shape.N // per_program,)](
         x, layer.norm, layer.weight, layer.bias, residual, out, layer.eps, shape.N,
         K=shape.K, ROWS=rows, NW=warps, **layer.flags(residual, uses_pdl), IS_FIRST=is_first, num_warps=warps,
-        maxnreg=128 if held <= 64 or warps > 8 else 255, **pdl_options(uses_pdl),
+        maxnreg=128, **pdl_options(uses_pdl),  # with no limit the compiler has its own, and spills
     )  # fmt: skip
 
 

@@ -40,14 +40,12 @@ class ColumnShape(NamedTuple):
 class GroupedShape(NamedTuple):
     """How the kernel for very few sequences on sm_90 is built: programs a kv head, warps, tiles ahead, registers.
 
-    A tile has 16 keys a warp; so many as are held are in registers before the queries are there. Registers of a thread
-    are limited so that a program starts beside others.
+    A tile has 16 keys a warp; registers of a thread are limited so that a program starts beside others.
     """
 
     parts: int
     num_warps: int
     num_ahead: int
-    num_held: int
     num_registers: int
 
 
@@ -216,7 +214,7 @@ class DecodeAttention:
         if grouped is not None:
             fused_attention_few_gluon.grouped[(layer.num_kv_heads, grouped.parts, num_seqs)](
                 *arguments, **options, HAS_SCALES=scales is not None,
-                PARTS=grouped.parts, AHEAD=grouped.num_ahead, HELD=grouped.num_held, LONG=LONG, ROWS=8 if group < 8 else 16,
+                PARTS=grouped.parts, AHEAD=grouped.num_ahead, LONG=LONG, ROWS=triton.next_power_of_2(group + 1),
                 NW=grouped.num_warps, num_warps=grouped.num_warps, maxnreg=grouped.num_registers,
             )  # fmt: skip
             return
@@ -309,5 +307,5 @@ def fits_grouped(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.d
 def grouped_shape(layer: AttentionLayer) -> GroupedShape:
     """The kernel for very few sequences on sm_90: three tiles are 384 keys; so many registers do without spills."""
     if layer.head_dim <= 64:
-        return GroupedShape(4, 8, 3, 0, 128)
-    return GroupedShape(8, 8, 3, 0, 128)
+        return GroupedShape(4, 8, 3, 144)
+    return GroupedShape(8, 8, 3, 208)

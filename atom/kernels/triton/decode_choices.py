@@ -199,14 +199,14 @@ def fits_gluon(shape: LinearShape, rows_a_warp: int, warps: int) -> bool:
 def fits_mma(shape: LinearShape, rows: int, warps: int) -> bool:
     """Whether rows divide evenly, columns go into chunks of 64 for each warp, and a thread can hold its share.
 
-    With more than 64 registers of weights, or with the inputs of as many beside them, the compiler spilled.
+    With more than 64 registers of weights the compiler spilled.
     """
     per_program = rows // 2 if shape.activation else rows
     is_tile = rows == 16 or (rows == 8 and not shape.activation)
     if not is_tile or warps not in (2, 4, 8, 16) or shape.N % per_program or shape.K % (64 * warps):
         return False
     weights, inputs = rows * shape.K // (64 * warps), shape.K // (8 * warps)  # registers of a thread
-    return weights <= 64 and weights + inputs <= 96
+    return weights <= 64 and inputs <= 64
 
 
 def fits_rows(shape: LinearShape, rows: int, warps: int) -> bool:

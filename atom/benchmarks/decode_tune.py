@@ -47,7 +47,7 @@ from atom.kernels.triton.decode_table import save_table
 from atom.platforms import get_platform
 
 BATCHES = (8, 16, 32, 64)
-KERNELS = ("gemv", "gluon", "loop", "rows", "ring", "tile")
+KERNELS = ("gemv", "gluon", "mma", "loop", "rows", "ring", "tile")
 PARTS = ("o", "down", "gate_up", "qkv")  # in the order they are tuned: who leaves half a norm first
 ROTATED_BYTES = 400 << 20  # weights that take turns
 BOUND = 1e-2  # relative error of bf16 against fp32

@@ -7,6 +7,7 @@ from tests.helpers.own_process import json_of
 EARLY = {
     "gemv",
     "gemv_rows",
+    "gemv_mma",
     "gemm_rows",
     "columns",
     "grouped",
@@ -14,7 +15,7 @@ EARLY = {
     "warp_splits",
     "head_gemv",
 }  # load weights or keys before they wait
-CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:64")
+CASES = ("qwen3-0.6b:1", "qwen3-0.6b:8", "llama-3.1-8b:1", "llama-3.2-1b:1", "llama-3.2-1b:64")
 INDEPENDENT = {"_embed", "_prepare", "_prepare_and_embed"}
 
 
@@ -44,6 +45,8 @@ def test_decode_kernels_compile_for_sm_90(tmp_path):
             assert facts["meets_behind_products"], f"{name} writes over what other warps may still read"
         if kernel == "gemv_rows":
             assert facts["barriers"] == 0, f"{name} passes something through shared memory"
+        if kernel == "gemv_mma":
+            assert facts["barriers"] <= 2, f"{name} has warps meet more than for their inputs and sums"
 
 
 def test_the_ring_computes_what_its_twin_does(tmp_path):

@@ -1,9 +1,9 @@
 """Which kernel and which blocks serve a linear layer of a decode step.
 
-``gemv`` and ``gluon`` serve one token, ``loop``, ``rows``, ``ring`` and ``tile`` up to 64. What is best was measured
-for the shapes of ``MEASURED`` on an H200; other shapes follow rules drawn from them, and ``decode_table`` overrides
-both with what was measured on this machine. A choice depends on (N, K) and on the class of the number of tokens, on
-nothing else.
+``gemv``, ``gluon`` and ``mma`` serve one token, ``loop``, ``rows``, ``ring`` and ``tile`` up to 64. What is best was
+measured for the shapes of ``MEASURED`` on an H200; other shapes follow rules drawn from them, and ``decode_table``
+overrides both with what was measured on this machine. A choice depends on (N, K) and on the class of the number of
+tokens, on nothing else.
 """
 
 from __future__ import annotations
@@ -41,27 +41,28 @@ class Choice:
     blocks: tuple[int, ...]
 
 
-NEED_GLUON = ("gluon", "ring", "tile")
+OF_ONE_TOKEN = ("gemv", "gluon", "mma")
+NEED_GLUON = ("gluon", "mma", "ring", "tile")
 
 # (N, K, has an activation) -> by class.
 MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
     (4096, 1024, False): (
-        Choice("gluon", (4, 4)), Choice("ring", (16, 256, 1, 4, 4, 4)),
+        Choice("mma", (16, 4)), Choice("ring", (16, 256, 1, 4, 4, 4)),
         Choice("tile", (32, 128, 1, 8, 3, 0)), Choice("loop", (64, 128, 2, 5, 0)),
         Choice("tile", (64, 128, 1, 8, 6, 0)),
     ),
     (1024, 2048, False): (
-        Choice("gluon", (2, 4)), Choice("ring", (8, 512, 1, 4, 4, 4)),
+        Choice("mma", (8, 8)), Choice("ring", (8, 512, 1, 4, 4, 4)),
         Choice("tile", (32, 128, 4, 4, 3, 0)), Choice("ring", (32, 256, 4, 2, 4, 8)),
         Choice("ring", (32, 256, 4, 2, 4, 8)),
     ),
     (3072, 1024, True): (
-        Choice("gluon", (2, 8)), Choice("ring", (32, 512, 1, 2, 8, 8)),
+        Choice("mma", (16, 4)), Choice("ring", (32, 512, 1, 2, 8, 8)),
         Choice("loop", (64, 128, 1, 6, 0)), Choice("loop", (64, 128, 1, 6, 0)),
         Choice("tile", (32, 128, 1, 8, 3, 0)),
     ),
     (1024, 3072, False): (
-        Choice("gluon", (1, 8)), Choice("ring", (16, 256, 4, 3, 4, 4)),
+        Choice("mma", (16, 16)), Choice("ring", (16, 256, 4, 3, 4, 4)),
         Choice("tile", (32, 128, 4, 6, 3, 0)), Choice("ring", (32, 256, 4, 3, 4, 4)),
         Choice("tile", (64, 128, 4, 6, 6, 1)),
     ),
@@ -167,10 +168,13 @@ def fits(choice: Choice, shape: LinearShape, most_tokens: int) -> bool:
 
     Raises ValueError or TypeError where the number of blocks is another kernel's.
     """
-    if choice.kernel in ("gemv", "gluon"):
+    if choice.kernel in OF_ONE_TOKEN:
         rows, warps = choice.blocks
         is_usual = all(number > 0 and number & (number - 1) == 0 for number in choice.blocks)
-        return most_tokens == 1 and is_usual and (choice.kernel == "gemv" or fits_gluon(shape, rows, warps))
+        if most_tokens > 1 or not is_usual:
+            return False
+        fits_kernel = {"gluon": fits_gluon, "mma": fits_mma}.get(choice.kernel)
+        return fits_kernel is None or fits_kernel(shape, rows, warps)
     sizes = (
         choice.blocks if choice.kernel in ("rows", "ring") else choice.blocks[:-1]
     )  # the others' last may be 0
@@ -190,6 +194,19 @@ def fits_gluon(shape: LinearShape, rows_a_warp: int, warps: int) -> bool:
     """Whether rows divide evenly and a thread can hold them; columns go in chunks of 256 at least."""
     held = rows_a_warp * shape.K * (2 if shape.activation else 1) // 32
     return shape.N % (rows_a_warp * warps) == 0 and shape.K % 256 == 0 and held <= 256
+
+
+def fits_mma(shape: LinearShape, rows: int, warps: int) -> bool:
+    """Whether rows divide evenly, columns go into chunks of 64 for each warp, and a thread can hold its share.
+
+    With more than 64 registers of weights the compiler spilled.
+    """
+    per_program = rows // 2 if shape.activation else rows
+    is_tile = rows == 16 or (rows == 8 and not shape.activation)
+    if not is_tile or warps not in (2, 4, 8, 16) or shape.N % per_program or shape.K % (64 * warps):
+        return False
+    weights, inputs = rows * shape.K // (64 * warps), shape.K // (8 * warps)  # registers of a thread
+    return weights <= 64 and inputs <= 64
 
 
 def fits_rows(shape: LinearShape, rows: int, warps: int) -> bool:
@@ -298,6 +315,10 @@ def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator
                 for warps in (2, 4, 8):
                     if fits_gluon(shape, rows, warps):
                         yield Choice("gluon", (rows, warps))
+            for rows in (8, 16):
+                for warps in (4, 8, 16):
+                    if fits_mma(shape, rows, warps):
+                        yield Choice("mma", (rows, warps))
         return
     if has_gluon:
         yield from _tile_candidates(shape, num_tokens)

@@ -14,6 +14,7 @@ from atom.kernels.triton import decode_gemm, decode_gemm_tile_gluon, decode_gemv
 from atom.kernels.triton.decode_choices import (
     CLASSES,
     MAX_TOKENS,
+    OF_ONE_TOKEN,
     Choice,
     LinearShape,
     chunk,
@@ -158,7 +159,7 @@ class DecodeLinear:
             choice = without_scaled(choice, shape)
         launch = _LAUNCHES[choice.kernel]
         uses_pdl = self.uses_pdl
-        if choice.kernel in ("gemv", "gluon"):
+        if choice.kernel in OF_ONE_TOKEN:
             launch(x, layer, out, residual, choice.blocks, shape, uses_pdl, uses_pdl and is_first)
             return None
         uses_pdl = uses_pdl and not is_first
@@ -200,6 +201,18 @@ def _launch_gluon(x, layer, out, residual, blocks, shape, uses_pdl, is_first) ->
         x, layer.norm, layer.weight, layer.bias, residual, out, layer.eps, shape.N,
         K=shape.K, RPW=rows, BK=power_of_two_divisor(shape.K, 1024), NW=warps, **layer.flags(residual, uses_pdl),
         IS_FIRST=is_first, num_warps=warps, **pdl_options(uses_pdl),
+    )  # fmt: skip
+
+
+def _launch_mma(x, layer, out, residual, blocks, shape, uses_pdl, is_first) -> None:
+    from atom.kernels.triton import decode_gemv_gluon
+
+    rows, warps = blocks
+    per_program = rows // 2 if shape.activation else rows
+    decode_gemv_gluon.gemv_mma[(shape.N // per_program,)](
+        x, layer.norm, layer.weight, layer.bias, residual, out, layer.eps, shape.N,
+        K=shape.K, ROWS=rows, NW=warps, **layer.flags(residual, uses_pdl), IS_FIRST=is_first, num_warps=warps,
+        maxnreg=128, **pdl_options(uses_pdl),  # with no limit the compiler has its own, and spills
     )  # fmt: skip
 
 
@@ -286,6 +299,7 @@ def _launch_ring(
 _LAUNCHES = {
     "gemv": _launch_gemv,
     "gluon": _launch_gluon,
+    "mma": _launch_mma,
     "loop": _launch_loop,
     "rows": _launch_rows,
     "ring": _launch_ring,

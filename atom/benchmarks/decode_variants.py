@@ -24,8 +24,8 @@ MAX_ERROR = 1e-2  # of bf16 against fp32, as a share of the norm
 MEAN_CONTEXT = 256  # of the workload
 COLUMNS = (ColumnShape(4, 8, 64, 6), ColumnShape(4, 16, 128, 3), ColumnShape(2, 16, 128, 3))
 GROUPED = (  # parts, warps, tiles ahead, registers; for one or two sequences, the choices of serving among them
-    (8, 8, 3, 208), (8, 8, 3, 192), (4, 8, 3, 224), (4, 8, 3, 192), (4, 8, 3, 144), (4, 8, 2, 144), (8, 4, 5, 255), (8, 4, 4, 255),
-    (4, 4, 4, 255),
+    (4, 8, 3, 224), (4, 8, 3, 208), (8, 8, 3, 208), (8, 8, 3, 192), (4, 8, 3, 144), (4, 8, 2, 144), (8, 4, 5, 255),
+    (8, 4, 4, 255), (4, 4, 4, 255),
 )  # fmt: skip
 FEW = 2  # sequences up to which attention is of these two kinds
 CONTEXTS = (1, 2, 16, 17, 100, 128, 129, 200, 255, 256, 257, 320, 384, 385, 513, 1024, 1025, 1026, 1500, 2000)

@@ -40,6 +40,8 @@ STEPS = {
     "whole_prompts": ([700, 1, 130, 31], [700, 1, 130, 31], 0),
     "chunks": ([300, 65], [1000, 97], 11),
     "mixed": ([513, 40, 1, 1, 0], [513, 333, 900, 17, 0], 200),
+    # A bucket with room for many: programs have several tiles each, then padding, then nothing.
+    "bucket": ([1100, 900, 64, 129] + [0] * 120, [1100, 900, 200, 129] + [0] * 120, 1600),
 }
 
 

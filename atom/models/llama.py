@@ -71,10 +71,14 @@ class LlamaAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, total: torch.Tensor | None = None) -> torch.Tensor:
         """The attention of ``x [num_tokens, hidden_size]``; with ``total``, alike, that plus the attention."""
+        norm = self.qk_norm
+        is_fused = self.attn.fuses_rotation and self.rope.rotary_dim == self.head_dim
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        if is_fused and self.attn.can_project(self.qkv_proj):
+            heads = self.attn.forward_hidden(x, self.qkv_proj.packed, *rotation, weight, eps)
+            return self.o_proj(heads, total)
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        if self.attn.fuses_rotation and self.rope.rotary_dim == self.head_dim:
-            norm = self.qk_norm
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        if is_fused:
             return self.o_proj(self.attn.forward_projected(qkv, *rotation, weight, eps), total)
         num_qk = self.num_heads + self.num_kv_heads
         qk = qkv[:, :num_qk]

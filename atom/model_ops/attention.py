@@ -106,7 +106,6 @@ class Attention(nn.Module):
             self.backend.fuses_projection
             and type(projection.kernel) is ReferenceLinear
             and projection.bias is None
-            and projection.in_features % 64 == 0
         )
 
     def forward_hidden(

@@ -10,7 +10,7 @@ from atom.platforms import Platform
 
 TOKENS, COLUMNS = 128, 256  # of a tile
 BAND, STAGES = 16, 3
-MIN_FILL = 0.7
+MIN_FILL = 0.85
 
 
 def supports(

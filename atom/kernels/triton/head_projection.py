@@ -58,18 +58,17 @@ def launch(
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from atom.kernels.triton.head_projection_gluon import COLUMNS, ROWS, STEP, projection_sm90
+    from atom.kernels.triton.head_projection_gluon import ROWS, STEP, projection_sm90
 
     layout = shared_layout()
     (num_tokens, columns), rows = x.shape, weight.shape[0]
     half = output.shape[2] // 2
-    width = 2 * COLUMNS.value
-    num_rows, num_columns = triton.cdiv(num_tokens, 2 * ROWS.value), rows // width
+    num_rows, num_columns = triton.cdiv(num_tokens, TOKENS), rows // COLUMNS
     num_tiles = num_rows * num_columns
     projection_sm90[(min(num_tiles, MULTIPROCESSORS),)](
         TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [ROWS.value, STEP.value], layout),
         TensorDescriptor(weight, list(weight.shape), [columns, 1], [half, STEP.value], layout),
-        TensorDescriptor(output, [num_tokens, rows], [rows, 1], [ROWS.value, width], layout),
+        TensorDescriptor(output, [num_tokens, rows], [rows, 1], [ROWS.value, COLUMNS], layout),
         cos,
         sin,
         norm,

@@ -1,17 +1,26 @@
 """Query, key and value heads of many tokens for sm_90 in Gluon: their product, norm, rotation and way into the cache.
 
 The product is that of ``gated_gluon``: a tile has 128 tokens, in two groups of four warps, and 256 columns, which are
-whole heads. The first halves of its heads are brought to where a gate would be, the second halves to where up would
-be, so that the two channels that turn together end in the same thread. What is written is what attention reads; keys
-and values go to the cache as well.
+whole heads. Rows of the weight are brought so that the first halves of its heads lie before the second halves: then the
+two channels that turn together end in the same thread. What is written is what attention reads; keys and values go to
+the cache as well, from the shared memory that they are written from. Sums, norm and rotation are fp32, rounded once.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from atom.kernels.triton.gated_gluon import COLUMNS, ROWS, STEP, _multiply, _next, _place, _wait
-from atom.kernels.triton.gluon_parts import bring, finite, write
+from atom.kernels.triton.gluon_parts import bring, finite, next_stage, place_tile, write
+
+ROWS = gl.constexpr(64)  # tokens of a group of four warps: a product's rows
+WIDTH = gl.constexpr(256)  # columns of a tile
+STEP = gl.constexpr(64)  # of K: the 128 bytes that a swizzled row has
 
 
 @gluon.jit
@@ -31,24 +40,25 @@ def _produce(
     STAGES: gl.constexpr,
 ):
     """The warp that brings tiles of x and of the weights."""
+    HEADS: gl.constexpr = WIDTH // (2 * HALF)
     stage = 0
     phase = 1
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row, column = _place(number, num_rows, num_columns, BAND)
+        row, column = place_tile(number, num_rows, num_columns, BAND)
         token = row * (2 * ROWS)
-        first = column * (2 * COLUMNS)
+        first = column * WIDTH
         for k in range(0, K, STEP):
             bar = full.index(stage)
             w_tile = w_ring.index(stage)
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(bar, (2 * ROWS + 2 * COLUMNS) * STEP * 2)
-            for i in gl.static_range(COLUMNS // HALF):
+            mbarrier.expect(bar, (2 * ROWS + WIDTH) * STEP * 2)
+            for i in gl.static_range(HEADS):
                 bring(weight, [first + 2 * i * HALF, k], bar, w_tile.slice(i * HALF, HALF))
             for i in gl.static_range(2):
                 bring(x, [token + i * ROWS, k], bar, x_rings[i].index(stage))
-            for i in gl.static_range(COLUMNS // HALF):
-                bring(weight, [first + (2 * i + 1) * HALF, k], bar, w_tile.slice(COLUMNS + i * HALF, HALF))
-            stage, phase = _next(stage, phase, STAGES)
+            for i in gl.static_range(HEADS):
+                bring(weight, [first + (2 * i + 1) * HALF, k], bar, w_tile.slice((HEADS + i) * HALF, HALF))
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -87,8 +97,7 @@ def _consume(
     STAGES: gl.constexpr,
 ):
     """Four warps with the tokens of part ``PART`` of every tile."""
-    WIDTH: gl.constexpr = 2 * COLUMNS
-    HEADS: gl.constexpr = COLUMNS // HALF
+    HEADS: gl.constexpr = WIDTH // (2 * HALF)
     DIM: gl.constexpr = 2 * HALF
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
@@ -101,20 +110,22 @@ def _consume(
     stage = 0
     phase = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row, column = _place(number, num_rows, num_columns, BAND)
+        row, column = place_tile(number, num_rows, num_columns, BAND)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, PRODUCT)
         mbarrier.wait(full.index(stage), phase)
-        acc, acc2 = _multiply(x_ring.index(stage), w_ring.index(stage), acc, acc, True, True)
-        acc, acc2 = _wait(acc, acc, 1, True)
+        w_tile = w_ring.index(stage).permute((1, 0))
+        acc = warpgroup_mma(x_ring.index(stage), w_tile, acc, use_acc=False, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
         before = stage
-        stage, phase = _next(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
         for _ in range(STEP, K, STEP):
             mbarrier.wait(full.index(stage), phase)
-            acc, acc2 = _multiply(x_ring.index(stage), w_ring.index(stage), acc, acc, False, True)
-            acc, acc2 = _wait(acc, acc, 1, True)  # this step's product runs on, the one before is done
+            w_tile = w_ring.index(stage).permute((1, 0))
+            acc = warpgroup_mma(x_ring.index(stage), w_tile, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])  # this step's product runs on, the one before is done
             mbarrier.arrive(empty.index(before), count=1)
             before = stage
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
         head = column * HEADS
         start = (2 * row + PART) * ROWS
         # Both halves of a row of cos are alike, and so are those of sin but for the sign of the first. They come while
@@ -123,7 +134,7 @@ def _consume(
         is_turned = (start + own_row < num_tokens)[:, None] & (head < NUM_HEADS + KV_HEADS)
         turn = gl.load(cos + angle, mask=is_turned, other=0.0)
         lean = gl.load(sin + HALF + angle, mask=is_turned, other=0.0)
-        acc, acc2 = _wait(acc, acc, 0, True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(before), count=1)
         first, second = _halves(acc, HEADS, HALF)
         if head < NUM_HEADS + KV_HEADS:
@@ -169,7 +180,7 @@ def _consume(
 def projection_sm90(
     x,  # descriptors: [num_tokens, K] by ROWS and STEP
     weight,  # [heads * dim, K] by halves of heads and STEP
-    output,  # [num_tokens, heads * dim] by ROWS and 2 * COLUMNS
+    output,  # [num_tokens, heads * dim] by ROWS and WIDTH
     cos,
     sin,
     norm,
@@ -194,12 +205,12 @@ def projection_sm90(
 ):
     dtype: gl.constexpr = x.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    w_ring = gl.allocate_shared_memory(dtype, [STAGES, 2 * COLUMNS, STEP], weight.layout)
+    w_ring = gl.allocate_shared_memory(dtype, [STAGES, WIDTH, STEP], weight.layout)
     x_rings = ()
     results = ()
     for _ in gl.static_range(2):
         x_rings = x_rings + (gl.allocate_shared_memory(dtype, [STAGES, ROWS, STEP], x.layout),)
-        results = results + (gl.allocate_shared_memory(dtype, [ROWS, 2 * COLUMNS], output.layout),)
+        results = results + (gl.allocate_shared_memory(dtype, [ROWS, WIDTH], output.layout),)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(STAGES):

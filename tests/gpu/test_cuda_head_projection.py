@@ -104,26 +104,26 @@ def test_heads_are_right_kept_finite_and_repeat_bit_for_bit(name, num_tokens):
 
 @pytest.mark.parametrize("name", ["0.6B", "1B"])
 def test_attention_from_hidden_states_says_what_separate_launches_say(name, monkeypatch):
-    layer = Layer(name, 2048)
+    layer = Layer(name, 4096)
     dim = layer.cos.shape[2]
     with torch.device("cuda"):
         backend = TritonAttention(AttentionSpec(layer.num_heads, layer.kv, dim, dim**-0.5, torch.bfloat16))
     assert backend.fuses_projection and head_projection.takes(layer.x, layer.weight, layer.cache[0])
-    lens = torch.tensor([1500, 548], dtype=torch.int32, device="cuda")
+    lens = torch.tensor([3000, 1096], dtype=torch.int32, device="cuda")
     outputs = []
     for takes in (head_projection.takes, lambda *_: False):
         monkeypatch.setattr(head_projection, "takes", takes)
         metadata = AttentionMetaData(
             num_prefill_seqs=2,
-            num_prefill_tokens=2048,
-            query_lens_host=[1500, 548],
-            context_lens_host=[1500, 548],
-            cu_seqlens_q=torch.tensor([0, 1500, 2048], dtype=torch.int32, device="cuda"),
+            num_prefill_tokens=4096,
+            query_lens_host=[3000, 1096],
+            context_lens_host=[3000, 1096],
+            cu_seqlens_q=torch.tensor([0, 3000, 4096], dtype=torch.int32, device="cuda"),
             context_lens=lens,
-            block_tables=torch.zeros(2, 128, dtype=torch.int32, device="cuda"),  # nothing is read from pages
+            block_tables=torch.zeros(2, 256, dtype=torch.int32, device="cuda"),  # nothing is read from pages
             slot_mapping=layer.slots,
         )
-        outputs.append(torch.full((2048, layer.num_heads, dim), float("nan"), device="cuda").bfloat16())
+        outputs.append(torch.full((4096, layer.num_heads, dim), float("nan"), device="cuda").bfloat16())
         backend.forward_hidden(layer.x, layer.weight, *layer.arguments, metadata, outputs[-1])
     assert error_of(*outputs) < 1e-2
 

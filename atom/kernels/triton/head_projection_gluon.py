@@ -62,12 +62,6 @@ def _produce(
 
 
 @gluon.jit
-def _halves(acc, HEADS: gl.constexpr, HALF: gl.constexpr):
-    """The first and the second halves of a tile's heads, ``[ROWS, HEADS, HALF]`` each."""
-    return acc.reshape([ROWS, 2, HEADS, HALF]).permute(0, 2, 3, 1).split()
-
-
-@gluon.jit
 def _consume(
     output,
     cos,
@@ -101,12 +95,6 @@ def _consume(
     DIM: gl.constexpr = 2 * HALF
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    halves = _halves(gl.zeros([ROWS, WIDTH], gl.float32, PRODUCT), HEADS, HALF)
-    LAYOUT: gl.constexpr = halves[0].type.layout
-    OF_TOKENS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    OF_HEADS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    own_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OF_TOKENS))
-    channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, OF_TOKENS))
     stage = 0
     phase = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -128,17 +116,13 @@ def _consume(
             stage, phase = next_stage(stage, phase, STAGES)
         head = column * HEADS
         start = (2 * row + PART) * ROWS
-        # Both halves of a row of cos are alike, and so are those of sin but for the sign of the first. They come while
-        # the last product runs.
-        angle = (start + own_row)[:, None] * DIM + channel[None, :]
-        is_turned = (start + own_row < num_tokens)[:, None] & (head < NUM_HEADS + KV_HEADS)
-        turn = gl.load(cos + angle, mask=is_turned, other=0.0)
-        lean = gl.load(sin + HALF + angle, mask=is_turned, other=0.0)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index(before), count=1)
-        first, second = _halves(acc, HEADS, HALF)
+        first, second = acc.reshape([ROWS, 2, HEADS, HALF]).permute(0, 2, 3, 1).split()
+        LAYOUT: gl.constexpr = first.type.layout
         if head < NUM_HEADS + KV_HEADS:
             if HAS_NORM:
+                OF_HEADS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
                 own = gl.arange(0, HEADS, layout=gl.SliceLayout(1, OF_HEADS))
                 part = gl.arange(0, HALF, layout=gl.SliceLayout(0, OF_HEADS))
                 factors = norm + (head + own)[:, None] * DIM + part[None, :]
@@ -146,10 +130,16 @@ def _consume(
                 inverse = gl.expand_dims(inverse, 2)
                 first = first * inverse * gl.expand_dims(gl.load(factors), 0)
                 second = second * inverse * gl.expand_dims(gl.load(factors + HALF), 0)
-            wide_turn = gl.expand_dims(turn.to(gl.float32), 1)
-            wide_lean = gl.expand_dims(lean.to(gl.float32), 1)
-            turned = first * wide_turn - second * wide_lean
-            second = second * wide_turn + first * wide_lean
+            OF_TOKENS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+            token = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OF_TOKENS))
+            channel = gl.arange(0, HALF, layout=gl.SliceLayout(0, OF_TOKENS))
+            angle = token[:, None] * DIM + channel[None, :]
+            is_token = (token < num_tokens)[:, None]
+            # Both halves of a row of cos are alike, and so are those of sin but for the sign of the first.
+            turn = gl.expand_dims(gl.load(cos + angle, mask=is_token, other=0.0).to(gl.float32), 1)
+            lean = gl.expand_dims(gl.load(sin + HALF + angle, mask=is_token, other=0.0).to(gl.float32), 1)
+            turned = first * turn - second * lean
+            second = second * turn + first * lean
             first = turned
         heads = gl.join(first, second).permute(0, 1, 3, 2).reshape([ROWS, WIDTH]).to(result.dtype)
         if head >= NUM_HEADS:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from atom.benchmarks.gpu_batch import bench_batch
 from atom.benchmarks.gpu_gated import bench_gated
@@ -30,7 +31,7 @@ from atom.benchmarks.gpu_roofline import H200
 from atom.benchmarks.gpu_sampling import bench_sampling
 from atom.kernels.reference import activation, norm, rotary
 from atom.kernels.reference.attention import attend
-from atom.kernels.triton import elementwise
+from atom.kernels.triton import elementwise, head_projection
 from atom.kernels.triton.decode_attention import DecodeShape, decode_attention, decode_shape
 from atom.kernels.triton.prefill_table import TORCH, Choice, PrefillLayer, Table, save_table
 from atom.kernels.triton.rotary_cache import HEADS_PER_PROGRAM, rotate_and_write
@@ -43,6 +44,7 @@ MIN_GAIN = 0.98  # what is kept instead of the engine's choice takes so much of 
 MAX_ERROR = 1e-2  # of a bf16 result, ||found - wanted|| / ||wanted||
 NUM_COMPILERS = 8
 NUM_ROWS = 8192  # of the elementwise passes
+HEAD_TOKENS = (2048, 4096)
 DECODE_CONTEXT = 1100
 NUM_COPIES = 4  # of inputs, rotated
 
@@ -361,6 +363,8 @@ def bench_fused(bench: Bench) -> None:
         if not bench.is_over:
             time_rotation(bench, model)
             time_rows(bench, model)
+            for num_tokens in HEAD_TOKENS:
+                time_heads(bench, model, num_tokens)
 
 
 def time_rotation(bench: Bench, model: str) -> None:
@@ -401,21 +405,57 @@ def time_rotation(bench: Bench, model: str) -> None:
     bench.add(f"rotate {model}", ours, found, num_bytes / H200.read_gb_s / 1e3)
 
 
+def time_heads(bench: Bench, model: str, num_tokens: int) -> None:
+    """Query, key and value heads of a step in one launch, beside the product by cuBLAS and a pass for the rest."""
+    heads, hidden = MODELS[model], HIDDEN[model][0]
+    total, num_turned = heads.q + 2 * heads.kv, heads.q + heads.kv
+    xs = [random(num_tokens, hidden) for _ in range(NUM_COPIES)]
+    weights = [random(total * heads.dim, hidden) / hidden**0.5 for _ in range(NUM_COPIES)]
+    angles = 6 * torch.rand(num_tokens, 1, heads.dim // 2, device="cuda")
+    cos = torch.cat((angles.cos(), angles.cos()), -1).bfloat16()
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).bfloat16()
+    factors = random(num_turned, heads.dim, dtype=torch.float32) if model == "0.6B" else None
+    cache = [random(num_tokens // PAGE, heads.kv, PAGE, heads.dim) for _ in range(2)]
+    slots = torch.randperm(num_tokens, device="cuda")
+    arguments = (heads.q, cos, sin, factors, 1e-6, *cache, slots)
+    output = torch.empty(num_tokens, total, heads.dim, dtype=torch.bfloat16, device="cuda")
+
+    def in_one(index: int) -> torch.Tensor:
+        head_projection.launch(xs[index], weights[index], output, *arguments)
+        return output
+
+    def in_two(index: int) -> None:
+        qkv = F.linear(xs[index], weights[index]).view(num_tokens, total, heads.dim)
+        rotate_and_write(qkv, *arguments)
+
+    def check() -> float:
+        wide = (xs[0].float() @ weights[0].float().t()).view(num_tokens, total, heads.dim)
+        turned = (
+            wide[:, :num_turned] if factors is None else norm.rms_norm(wide[:, :num_turned], factors, 1e-6)
+        )
+        turned = rotary.rotary(turned, cos.float(), sin.float())
+        return relative_error(in_one(0), torch.cat((turned, wide[:, num_turned:]), 1))
+
+    name, indices = f"heads {model} {num_tokens}", range(NUM_COPIES)
+    ours = bench.try_variant(name, check, [lambda i=i: in_one(i) for i in indices])
+    others = bench.try_variant(f"{name} cuBLAS", None, [lambda i=i: in_two(i) for i in indices])
+    flops = 2 * num_tokens * total * heads.dim * hidden
+    found = {} if others is None else {"cuBLAS and a pass": others}
+    bench.add(name, ours, found, flops / H200.matmul_tflop_s / 1e6)
+
+
 def time_rows(bench: Bench, model: str) -> None:
     num_tokens = NUM_ROWS
     hidden, inner = HIDDEN[model]
-    xs = [random(num_tokens, hidden) for _ in range(2 * NUM_COPIES)]
+    xs = [random(num_tokens, hidden) for _ in range(NUM_COPIES)]
     weight = random(hidden, dtype=torch.float32)
-    pairs = list(zip(xs[:NUM_COPIES], xs[NUM_COPIES:], strict=True))
 
     def check_norm() -> float:
-        found = elementwise.add_rms_norm(*pairs[0], weight, 1e-6)
-        wanted = norm.add_rms_norm(*pairs[0], weight, 1e-6)
-        return sum(relative_error(*both) for both in zip(found, wanted, strict=True))
+        return relative_error(elementwise.rms_norm(xs[0], weight, 1e-6), norm.rms_norm(xs[0], weight, 1e-6))
 
-    calls = [lambda pair=pair: elementwise.add_rms_norm(*pair, weight, 1e-6) for pair in pairs]
-    ours = bench.try_variant(f"add_rms_norm {model}", check_norm, calls)
-    bench.add(f"add_rms_norm {model}", ours, {}, 8 * num_tokens * hidden / H200.read_gb_s / 1e3)
+    calls = [lambda x=x: elementwise.rms_norm(x, weight, 1e-6) for x in xs]
+    ours = bench.try_variant(f"rms_norm {model}", check_norm, calls)
+    bench.add(f"rms_norm {model}", ours, {}, 4 * num_tokens * hidden / H200.read_gb_s / 1e3)
     gates = [random(num_tokens, 2 * inner) for _ in range(2)]
 
     def check_gate() -> float:

@@ -8,6 +8,15 @@ from typing import Any, ClassVar
 import torch
 
 
+def add_up(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``total + x``, rounded to their dtype."""
+    if torch.compiler.is_compiling():
+        # In fp32, which rounds alike: Inductor makes a sum of products part of the last one, as addmm, and that copies
+        # ``total`` to its output first. Together with the norm behind it a pass over both costs less.
+        return (total.float() + x.float()).to(x.dtype)
+    return total + x
+
+
 class LinearKernel(ABC):
     """A product with a weight that was packed once, after loading."""
 
@@ -43,6 +52,12 @@ class LinearKernel(ABC):
     @abstractmethod
     def __call__(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """``x [num_tokens, in]`` times the packed weight, plus ``bias [out]``: ``[num_tokens, out]``."""
+
+    def add_to(
+        self, total: torch.Tensor, x: torch.Tensor, packed: Any, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``total [num_tokens, out]`` plus the product. The sum may take the memory of ``total``."""
+        return add_up(total, self(x, packed, bias))
 
     def gather(self, ids: torch.Tensor, packed: Any) -> torch.Tensor:
         """Rows ``ids [n]`` of what was packed: ``[n, in]``, in fp32 or the weight's dtype."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from atom.config import get_current_atom_config
+from atom.kernels.reference.linear import ReferenceLinear
 from atom.model_ops.attentions.backend import AttentionSpec, select_backend
 from atom.utils.custom_register import mark_spliting_op
 from atom.utils.forward_context import get_forward_context
@@ -15,6 +16,7 @@ from atom.utils.region_graph import break_recording
 
 if TYPE_CHECKING:
     from atom.config_parts import KVCacheTensor
+    from atom.model_ops.linear import LinearBase
     from atom.utils.forward_context import AttentionMetaData
 
 
@@ -98,6 +100,49 @@ class Attention(nn.Module):
             _attend_projected(self, qkv, cos, sin, weight, eps, output)
         return output.flatten(-2)
 
+    def can_project(self, projection: LinearBase) -> bool:
+        """Whether :meth:`forward_hidden` may be called with this layer's query, key and value projection."""
+        return (
+            self.backend.fuses_projection
+            and type(projection.kernel) is ReferenceLinear
+            and projection.bias is None
+        )
+
+    def forward_hidden(
+        self,
+        x: torch.Tensor,
+        projection: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """As :meth:`forward_projected`, from ``x [num_tokens, hidden_size]`` and the projection's weight."""
+        output = torch.empty((len(x), self.num_heads, self.head_dim), dtype=x.dtype, device=x.device)
+        if torch.compiler.is_compiling():
+            torch.ops.aiter.hidden_attention_with_output(
+                x, projection, cos, sin, weight, eps, output, self.layer_name
+            )
+        else:
+            _attend_hidden(self, x, projection, cos, sin, weight, eps, output)
+        return output.flatten(-2)
+
+    def attend_hidden(
+        self,
+        x: torch.Tensor,
+        projection: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        output: torch.Tensor,
+    ) -> None:
+        """As :meth:`attend`, from what the projection takes."""
+        metadata, cache = self._step_state()
+        self.backend.forward_hidden(
+            x, projection, cos, sin, weight, eps, cache.k_cache, cache.v_cache, metadata, output
+        )
+
     def attend_projected(
         self,
         qkv: torch.Tensor,
@@ -159,6 +204,22 @@ def _attend_projected(
         break_recording(layer.attend_projected, qkv, cos, sin, weight, eps, output)
 
 
+def _attend_hidden(
+    layer: Attention,
+    x: torch.Tensor,
+    projection: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    output: torch.Tensor,
+) -> None:
+    if layer.backend.supports_token_graph:
+        layer.attend_hidden(x, projection, cos, sin, weight, eps, output)
+    else:
+        break_recording(layer.attend_hidden, x, projection, cos, sin, weight, eps, output)
+
+
 @mark_spliting_op(is_custom=True, mutates_args=("output",))
 def unified_attention_with_output(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, layer_name: str
@@ -179,3 +240,19 @@ def rotary_attention_with_output(
 ) -> None:
     """The same with norm and rotation of the heads, for backends that do all of it in one pass."""
     _attend_projected(get_forward_context().no_compile_layers[layer_name], qkv, cos, sin, weight, eps, output)
+
+
+@mark_spliting_op(is_custom=True, mutates_args=("output",))
+def hidden_attention_with_output(
+    x: torch.Tensor,
+    projection: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    output: torch.Tensor,
+    layer_name: str,
+) -> None:
+    """The same with the projection before it, for backends that norm, rotate and store where it is made."""
+    layer = get_forward_context().no_compile_layers[layer_name]
+    _attend_hidden(layer, x, projection, cos, sin, weight, eps, output)

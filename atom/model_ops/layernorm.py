@@ -23,18 +23,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = new_parameter(size, loader=self.load_weight, dtype=torch.float32)
         self._norm = select_kernel("rms_norm", size=size)
-        self._add_norm = select_kernel("add_rms_norm", size=size)
 
     def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: object = None) -> None:
         copy_into(param.data, tensor.float() + self.offset)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x; with a residual, ``(norm of x + residual, x + residual)``."""
-        if residual is None:
-            return self._norm(x, self.weight, self.eps)
-        return self._add_norm(x, residual, self.weight, self.eps)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(x, self.weight, self.eps)
 
 
 class GemmaRMSNorm(RMSNorm):

@@ -13,6 +13,7 @@ from torch import nn
 
 import atom.quantization.kernels  # noqa: F401  (registers its kernels)
 from atom.distributed.parallel_state import get_tp_group, shard_size
+from atom.kernels.linear import add_up
 from atom.kernels.registry import select_kernel
 from atom.model_ops.weights import (
     announced_blocks,
@@ -223,9 +224,15 @@ class RowParallelLinear(LinearBase):
     def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
         copy_into(param.data, slice_of(tensor, 1, self.tp.rank, self.in_features, self.tp.world_size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [num_tokens, in_features of this rank]`` -> the whole ``[num_tokens, out_features]``."""
+    def forward(self, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [num_tokens, in_features of this rank]`` -> the whole ``[num_tokens, out_features]``.
+
+        With ``total``, alike: that plus the layer's output. The sum may take its memory.
+        """
         if self.tp.world_size == 1:
-            return self.kernel(x, self.packed, self.bias)
+            if total is None:
+                return self.kernel(x, self.packed, self.bias)
+            return self.kernel.add_to(total, x, self.packed, self.bias)
         y = self.tp.all_reduce(self.kernel(x, self.packed, None))
-        return y if self.bias is None else y + self.bias
+        y = y if self.bias is None else y + self.bias
+        return y if total is None else add_up(total, y)

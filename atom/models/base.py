@@ -178,7 +178,7 @@ class CausalLM(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """``down(act(gate(x)) * up(x))``."""
+    """``down(act(gate(x)) * up(x))``, added to ``total`` where there is one."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool = False):
         super().__init__()
@@ -187,10 +187,10 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = GateUpParallelLinear(hidden_size, intermediate_size, self.activation, bias=bias)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, has_outliers=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
         gate_up = self.gate_up_proj
         x = gate_up(x)
-        return self.down_proj(x if gate_up.is_activated else self.act(x))
+        return self.down_proj(x if gate_up.is_activated else self.act(x), total)
 
 
 def window_of_layer(config: HFConfig, index: int) -> int | None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from atom.errors import ConfigError
+from atom.kernels.linear import add_up
 from atom.model_ops.dense_decoder import DenseLayer
 from atom.model_ops.layernorm import GemmaQKNorm, GemmaRMSNorm
 from atom.model_ops.rotary_embedding import Rotation
@@ -41,16 +42,10 @@ class Gemma3DecoderLayer(nn.Module):
         ):
             setattr(self, name, GemmaRMSNorm(config.hidden_size, config.rms_norm_eps))
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, rotation))
-        x, residual = self.pre_feedforward_layernorm(x, residual)
-        return self.post_feedforward_layernorm(self.mlp(x)), residual
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        attention = self.self_attn(self.input_layernorm(x), rotation)
+        x = add_up(x, self.post_attention_layernorm(attention))
+        return add_up(x, self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))))
 
     def describe(self) -> DenseLayer:
         return self.self_attn.describe(

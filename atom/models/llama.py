@@ -1,7 +1,7 @@
 """Llama, and the decoder that the other dense families vary.
 
-A layer is ``x += attention(norm(x))``, ``x += mlp(norm(x))``; the sum is carried as ``residual`` and added by the
-next norm, which saves a pass over it.
+A layer is ``x += attention(norm(x))``, ``x += mlp(norm(x))``; the last product of either adds its results to ``x``
+where it makes them, which saves passes over both.
 """
 
 from __future__ import annotations
@@ -69,18 +69,24 @@ class LlamaAttention(nn.Module):
     def scale(self, config: HFConfig) -> float:
         return config.head_dim**-0.5
 
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: Rotation, total: torch.Tensor | None = None) -> torch.Tensor:
+        """The attention of ``x [num_tokens, hidden_size]``; with ``total``, alike, that plus the attention."""
+        norm = self.qk_norm
+        is_fused = self.attn.fuses_rotation and self.rope.rotary_dim == self.head_dim
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        if is_fused and self.attn.can_project(self.qkv_proj):
+            heads = self.attn.forward_hidden(x, self.qkv_proj.packed, *rotation, weight, eps)
+            return self.o_proj(heads, total)
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        if self.attn.fuses_rotation and self.rope.rotary_dim == self.head_dim:
-            norm = self.qk_norm
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return self.o_proj(self.attn.forward_projected(qkv, *rotation, weight, eps))
+        if is_fused:
+            return self.o_proj(self.attn.forward_projected(qkv, *rotation, weight, eps), total)
         num_qk = self.num_heads + self.num_kv_heads
         qk = qkv[:, :num_qk]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)  # query heads first
         qk = self.rope(qk, rotation)
-        return self.o_proj(self.attn(qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_qk:]))
+        heads = self.attn(qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_qk:])
+        return self.o_proj(heads, total)
 
     def describe(self, *, mlp: GatedMLP, **norms: RMSNorm | None) -> DenseLayer:
         """The layer that this attention and ``mlp`` form with the norms around them."""
@@ -112,17 +118,10 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x`` is what the layer before has not yet added to ``residual`` (None before the first)."""
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotation)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """``x [num_tokens, hidden_size]``, whose memory the result may take."""
+        x = self.self_attn(self.input_layernorm(x), rotation, x)
+        return self.mlp(self.post_attention_layernorm(x), x)
 
     def describe(self) -> DenseLayer:
         return self.self_attn.describe(
@@ -153,11 +152,11 @@ class LlamaModel(nn.Module):
         return self.embed_tokens(input_ids)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x, residual = self.embed(input_ids), None
+        x = self.embed(input_ids)
         rotations = {key: rope.rotation(positions, x.dtype) for key, rope in self.ropes.items()}
         for layer, key in zip(self.layers, self.rope_of_layer, strict=True):
-            x, residual = layer(x, residual, rotations[key])
-        return self.norm(x, residual)[0]
+            x = layer(x, rotations[key])
+        return self.norm(x)
 
 
 class LlamaForCausalLM(CausalLM):

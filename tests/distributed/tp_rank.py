@@ -47,7 +47,9 @@ def check_layers(folder: Path) -> None:
     load(row.weight, down)
     load(row.bias, bias[:16])
     row.after_load()
-    torch.testing.assert_close(row(my_gate * my_up), (x @ gate.t()) * (x @ up.t()) @ down.t() + bias[:16])
+    wanted = (x @ gate.t()) * (x @ up.t()) @ down.t() + bias[:16]
+    torch.testing.assert_close(row(my_gate * my_up), wanted)
+    torch.testing.assert_close(row(my_gate * my_up, x.clone()), x + wanted)  # added once, not once a rank
 
     # Key/value heads: more than ranks, as many, and fewer (each held by the ranks that use it).
     for num_kv_heads in (4, 2, 1):

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from atom.kernels.reference.decode import fused_linear
+from atom.kernels.reference.linear import ReferenceLinear
+from atom.kernels.reference.norm import rms_norm
 from atom.kernels.triton import batch_linear as batch
 from atom.kernels.triton.batch_linear import BatchShape, launch
 from atom.kernels.triton.gated_linear import gated_linear
@@ -74,6 +76,40 @@ def test_layers_of_models(rows, columns, is_gated):
         else:
             found, activation = batch.batch_linear(x, weight), None
         assert error_of(found, fused_linear(x, weight, activation=activation)) < MAX_ERROR, num_tokens
+
+
+@pytest.mark.parametrize("kernel", [ReferenceLinear(), batch.BatchLinear()], ids=["blas", "batch"])
+def test_sums_in_place_are_right_and_survive_graphs_and_compilation(kernel):
+    """Of layers behind attention and MLP; two sums and a norm between them, as a layer has."""
+    for num_tokens, (rows, columns) in ((97, (1024, 2048)), (250, (4096, 4096)), (2048, (2048, 8192))):
+        x, weight = case(num_tokens, rows, columns)
+        start = torch.randn(num_tokens, rows, device="cuda").bfloat16()
+        once = fused_linear(x, weight, residual=start)
+        wanted = fused_linear(x, weight, residual=once)
+        total = start.clone()
+        assert kernel.add_to(total, x, weight, None) is total
+        assert error_of(total, once) < MAX_ERROR
+        ones = torch.ones(rows, device="cuda")
+
+        def layer(total, x, weight, ones=ones):
+            total = kernel.add_to(total, x, weight, None)
+            normed = rms_norm(total, ones, 1e-6)
+            return kernel.add_to(total, x, weight, None), normed
+
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+        for run in (layer, compiled):
+            total = start.clone()
+            found, normed = run(total, x, weight)
+            assert found.data_ptr() == total.data_ptr()
+            assert error_of(found, wanted) < MAX_ERROR
+            assert error_of(normed, rms_norm(once, ones, 1e-6)) < MAX_ERROR
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run(total, x, weight)
+            for _ in range(2):
+                total.copy_(start)
+                graph.replay()
+                assert error_of(total, wanted) < MAX_ERROR
 
 
 def test_a_row_does_not_depend_on_the_others_of_its_class():

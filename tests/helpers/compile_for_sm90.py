@@ -214,19 +214,10 @@ CASES = {
         ),
         dict(num_warps=4),
     ),
-    "add_rms_norm": (
+    "rms_norm": (
         elementwise._rms_norm,
-        dict(
-            x=HALF,
-            residual=HALF,
-            weight="*fp32",
-            output=HALF,
-            total=HALF,
-            eps=F32,
-            x_token=I32,
-            x_head=I32,
-        ),
-        dict(HAS_RESIDUAL=True, IS_PER_HEAD=False, HEADS=1, SIZE=4096, SIZE_PAD=4096),
+        dict(x=HALF, weight="*fp32", output=HALF, eps=F32, x_token=I32, x_head=I32),
+        dict(IS_PER_HEAD=False, HEADS=1, SIZE=4096, SIZE_PAD=4096),
         dict(num_warps=4),
     ),
     "silu_and_mul": (

@@ -158,6 +158,16 @@ def test_steps_outside_and_what_cannot_be_read_go_to_cublas(measured):
         assert launched(lambda x=other: batch.batch_linear(x, weight.to(x.dtype))) == []
 
 
+def test_sums_take_the_memory_of_their_total(measured, monkeypatch):
+    monkeypatch.setattr(batch, "launch", lambda shape, x, weight, output, activation: output.fill_(2.0))
+    x, weight = torch.randn(300, 256).bfloat16(), torch.randn(512, 256).bfloat16()
+    for num_tokens, by_kernel in ((240, True), (300, False)):
+        total = torch.ones(num_tokens, 512).bfloat16()
+        assert batch.BatchLinear().add_to(total, x[:num_tokens], weight, None) is total
+        wanted = torch.full_like(total, 3.0) if by_kernel else F.linear(x.float(), weight.float()) + 1
+        torch.testing.assert_close(total.float(), wanted.float(), rtol=1e-2, atol=1e-1)
+
+
 def test_one_kernel_serves_all_layers_and_numbers_of_tokens_that_share_blocks():
     with recording() as recorder:
         for rows, columns, num_tokens in ((512, 256, 200), (1024, 64, 256), (512, 4096, 512)):

@@ -28,12 +28,8 @@ def close(found, wanted):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [64, 100, 1024])
 def test_norms(dtype, size):
-    x, residual = random(5, size, dtype=dtype), random(5, size, dtype=dtype, seed=1)
-    weight = random(size, seed=2)
+    x, weight = random(5, size, dtype=dtype), random(size, seed=2)
     close(elementwise.rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
-    found, wanted = (f.add_rms_norm(x, residual, weight, 1e-5) for f in (elementwise, norm))
-    close(found[0], wanted[0])
-    assert torch.equal(found[1], wanted[1])
 
 
 def test_a_norm_of_heads_reads_a_view_of_the_projection():

@@ -1,5 +1,7 @@
 """Compiled models say what eager ones say: every family, levels and graph modes together, on the CPU."""
 
+import re
+
 import pytest
 
 from atom.errors import ConfigError
@@ -22,15 +24,27 @@ def test_greedy_text_does_not_depend_on_the_level(folders, family, level, tmp_pa
         assert recorded.tokens == eager, mode
 
 
-@pytest.mark.parametrize("level", [2, 3])
-def test_inductors_code_says_the_same_and_is_kept_for_every_mode(folders, level, tmp_path):  # noqa: F811
-    eager = run(folders["gemma3"], "NONE").tokens
+@pytest.mark.parametrize(("level", "family"), [(2, "gemma3"), (3, "gemma3"), (3, "llama")])
+def test_inductors_code_says_the_same_and_is_kept(folders, level, family, tmp_path):  # noqa: F811
+    eager = run(folders[family], "NONE").tokens
     compilation = {"level": level, "cache_dir": str(tmp_path)}
-    assert run(folders["gemma3"], "NONE", compilation=compilation).tokens == eager
+    assert run(folders[family], "NONE", compilation=compilation).tokens == eager
     compiled = compilation_counter.num_compiled
     for mode in ("FULL", "FULL_DECODE_ONLY"):
-        assert run(folders["gemma3"], mode, compilation=compilation).tokens == eager
+        assert run(folders[family], mode, compilation=compilation).tokens == eager
     assert compilation_counter.num_compiled == compiled
+    if family == "llama":
+        assert_sums_are_not_copied(tmp_path)
+
+
+def assert_sums_are_not_copied(cache_dir):
+    """Each piece's products add to the tensor that the piece was given."""
+    num_sums = 0
+    for path in cache_dir.rglob("*.py"):
+        totals = re.findall(r"aiter\.add_product\.default\((\w+),", path.read_text())
+        assert all(re.fullmatch(r"arg\d+_1", total) for total in totals) and len(set(totals)) <= 1, path
+        num_sums += len(totals)
+    assert num_sums >= 4
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

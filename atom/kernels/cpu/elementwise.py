@@ -29,15 +29,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return wide.mul_(factor).mul_(weight).to(x.dtype)
 
 
-@register_kernel("add_rms_norm", "torch_cpu", priority=_PRIORITY, is_traceable=False)
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``reference.norm.add_rms_norm``."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
-
-
 @register_kernel("rotary", "torch_cpu", priority=_PRIORITY, is_traceable=False)
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """See ``reference.rotary.rotary``; in x's dtype, which cos and sin share."""

@@ -7,8 +7,18 @@ import torch.nn.functional as F
 
 from atom.kernels.linear import LinearKernel
 from atom.kernels.registry import register_kernel
+from atom.utils.custom_register import direct_register_custom_op
 
 _ROWS_AT_ONCE = 16384  # bounds the fp32 copy of an int8 weight
+
+
+def add_product(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """``total [num_tokens, out] += x [num_tokens, in] weight^T`` with ``weight [out, in]``; rounded once."""
+    total.addmm_(x, weight.t())
+
+
+# Opaque, for compiled code: what Inductor makes of the same in its own terms copies ``total`` first.
+direct_register_custom_op("add_product", add_product, mutates_args=["total"])
 
 
 class ReferenceLinear(LinearKernel):
@@ -21,6 +31,18 @@ class ReferenceLinear(LinearKernel):
 
     def __call__(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, packed, bias)
+
+    def add_to(
+        self, total: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``total``, to which the product adds its results where it makes them."""
+        if bias is not None:
+            return super().add_to(total, x, packed, bias)
+        if torch.compiler.is_compiling():
+            torch.ops.aiter.add_product(total, x, packed)
+        else:
+            add_product(total, x, packed)
+        return total
 
 
 register_kernel("linear", "reference")(ReferenceLinear())

@@ -13,14 +13,3 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
-
-
-@register_kernel("add_rms_norm", "reference")
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``total = x + residual`` (rounded to their dtype) and its norm: ``(norm, total)``."""
-    # Added in fp32, which rounds alike: Inductor makes x + residual part of the product before it, as addmm, and that
-    # copies the residual to its output first. A pass of its own over both costs less.
-    total = (x.float() + residual.float()).to(x.dtype)
-    return rms_norm(total, weight, eps), total

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import triton
 
 from atom.kernels.linear import LinearKernel
+from atom.kernels.reference.linear import add_product
 from atom.kernels.registry import register_kernel
 from atom.kernels.triton.decode_parts import ACTIVATIONS, pdl_options
 from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, shared_layout
@@ -187,6 +188,18 @@ def _shape_only(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 direct_register_custom_op("batch_linear", batch_linear, fake_impl=_shape_only)
 
 
+def add_batch_product(total: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """``total [num_tokens, N] += x weight^T``, by whichever way is faster for the product."""
+    product = batch_product(x, weight)
+    if product is None:
+        add_product(total, x, weight)
+    else:
+        total += product
+
+
+direct_register_custom_op("add_batch_product", add_batch_product, mutates_args=["total"])
+
+
 class BatchLinear(LinearKernel):
     """A product that chooses its way by the tokens of the step; the weight stays as it was loaded.
 
@@ -207,6 +220,16 @@ class BatchLinear(LinearKernel):
         if torch.compiler.is_compiling():
             return torch.ops.aiter.batch_linear(x, packed)
         return batch_linear(x, packed)
+
+    def add_to(
+        self, total: torch.Tensor, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``total``, which holds the sum; ``bias`` is None."""
+        if torch.compiler.is_compiling():
+            torch.ops.aiter.add_batch_product(total, x, packed)
+        else:
+            add_batch_product(total, x, packed)
+        return total
 
 
 def _supports(

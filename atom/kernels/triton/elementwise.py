@@ -21,14 +21,11 @@ def _fits_a_program(platform, *, size: int, **traits: object) -> bool:
 @triton.jit
 def _rms_norm(
     x,
-    residual,
     weight,
     output,
-    total,
     eps,
     x_token,
     x_head,
-    HAS_RESIDUAL: tl.constexpr,
     IS_PER_HEAD: tl.constexpr,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -39,47 +36,12 @@ def _rms_norm(
     channel = tl.arange(0, SIZE_PAD)
     mask = channel < SIZE
     value = tl.load(x + row // HEADS * x_token + head * x_head + channel, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
-        other = tl.load(residual + row * SIZE + channel, mask=mask, other=0.0)
-        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
-        tl.store(total + row * SIZE + channel, value, mask=mask)
     wide = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     if IS_PER_HEAD:
         weight += head * SIZE
     factor = tl.load(weight + channel, mask=mask, other=0.0)
     tl.store(output + row * SIZE + channel, (wide * inverse * factor).to(output.dtype.element_ty), mask=mask)
-
-
-def _launch_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    output: torch.Tensor,
-    total: torch.Tensor | None,
-) -> None:
-    size = x.shape[-1]
-    heads = x.shape[1] if x.dim() == 3 else 1
-    num_rows = x.numel() // size
-    if num_rows == 0:
-        return
-    _rms_norm[(num_rows,)](
-        x,
-        residual,
-        weight,
-        output,
-        total,
-        eps,
-        x.stride(0),
-        x.stride(1) if x.dim() == 3 else 0,
-        HAS_RESIDUAL=residual is not None,
-        IS_PER_HEAD=weight.dim() == 2,
-        HEADS=heads,
-        SIZE=size,
-        SIZE_PAD=triton.next_power_of_2(size),
-        num_warps=1 if size <= 256 else 4 if size <= 4096 else 8,
-    )
 
 
 @register_kernel("rms_norm", "triton", priority=PRIORITY, supports=_fits_a_program, is_traceable=False)
@@ -89,18 +51,24 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     ``weight`` fp32: ``[size]``, or ``[heads, size]`` for ``x [num_tokens, heads, size]``.
     """
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, None, weight, eps, output, None)
+    size = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    num_rows = x.numel() // size
+    if num_rows:
+        _rms_norm[(num_rows,)](
+            x,
+            weight,
+            output,
+            eps,
+            x.stride(0),
+            x.stride(1) if x.dim() == 3 else 0,
+            IS_PER_HEAD=weight.dim() == 2,
+            HEADS=heads,
+            SIZE=size,
+            SIZE_PAD=triton.next_power_of_2(size),
+            num_warps=1 if size <= 256 else 4 if size <= 4096 else 8,
+        )
     return output
-
-
-@register_kernel("add_rms_norm", "triton", priority=PRIORITY, supports=_fits_a_program, is_traceable=False)
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``total = x + residual`` (rounded to their dtype) and its norm, in one pass: ``(norm, total)``."""
-    output, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _launch_norm(x, residual.contiguous(), weight, eps, output, total)
-    return output, total
 
 
 @triton.jit

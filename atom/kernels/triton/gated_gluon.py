@@ -25,27 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from atom.kernels.triton.attention_parts import LOG2_E
 from atom.kernels.triton.decode_parts import GELU_CUBE, ROOT_2_OVER_PI
-from atom.kernels.triton.gluon_parts import bring, write
+from atom.kernels.triton.gluon_parts import bring, next_stage, place_tile, write
 
 ROWS = gl.constexpr(64)  # tokens of a group of four warps: a product's rows
 COLUMNS = gl.constexpr(128)  # of a tile; twice as many are multiplied
 STEP = gl.constexpr(64)  # of K: the 128 bytes that a swizzled row has
-
-
-@gluon.jit
-def _place(number, num_rows, num_columns, BAND: gl.constexpr):
-    """Row and column of tile ``number``."""
-    of_band = BAND * num_columns
-    band = number // of_band
-    inside = number - band * of_band
-    height = gl.minimum(num_rows - band * BAND, BAND)
-    return band * BAND + inside % height, inside // height
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    is_around = stage + 1 == STAGES
-    return gl.where(is_around, 0, stage + 1), gl.where(is_around, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -77,7 +61,7 @@ def _produce(
     stage = 0
     phase = 1
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row, column = _place(number, num_rows, num_columns, BAND)
+        row, column = place_tile(number, num_rows, num_columns, BAND)
         token = row * (GROUPS * ROWS)
         gate = column * COLUMNS
         for k in range(0, K, STEP):
@@ -89,7 +73,7 @@ def _produce(
             for i in gl.static_range(GROUPS):
                 bring(x, [token + i * ROWS, k], bar, x_rings[i].index(stage))
             bring(weight, [size + gate, k], bar, w_tile.slice(COLUMNS, COLUMNS))
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -140,21 +124,21 @@ def _consume(
     stage = 0
     phase = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row, column = _place(number, num_rows, num_columns, BAND)
+        row, column = place_tile(number, num_rows, num_columns, BAND)
         gate = gl.zeros([ROWS, WIDTH], gl.float32, PRODUCT)
         up = gate
         mbarrier.wait(full.index(stage), phase)
         gate, up = _multiply(x_ring.index(stage), w_ring.index(stage), gate, up, True, IS_JOINED)
         gate, up = _wait(gate, up, 1, IS_JOINED)
         before = stage
-        stage, phase = _next(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
         for _ in range(STEP, K, STEP):
             mbarrier.wait(full.index(stage), phase)
             gate, up = _multiply(x_ring.index(stage), w_ring.index(stage), gate, up, False, IS_JOINED)
             gate, up = _wait(gate, up, 1, IS_JOINED)  # this step's product runs on, the one before is done
             mbarrier.arrive(empty.index(before), count=1)
             before = stage
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_stage(stage, phase, STAGES)
         gate, up = _wait(gate, up, 0, IS_JOINED)
         mbarrier.arrive(empty.index(before), count=1)
         if IS_JOINED:

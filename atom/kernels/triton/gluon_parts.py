@@ -36,6 +36,23 @@ def finite(x):
 
 
 @gluon.jit
+def place_tile(number, num_rows, num_columns, BAND: gl.constexpr):
+    """Row and column of tile ``number``: down a band of tiles, then to the next column."""
+    of_band = BAND * num_columns
+    band = number // of_band
+    inside = number - band * of_band
+    height = gl.minimum(num_rows - band * BAND, BAND)
+    return band * BAND + inside % height, inside // height
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The ring's next place, and the phase in which it is waited for."""
+    is_around = stage + 1 == STAGES
+    return gl.where(is_around, 0, stage + 1), gl.where(is_around, phase ^ 1, phase)
+
+
+@gluon.jit
 def load_shares(squares_in, start, num_shares, share, token, BM: gl.constexpr):
     """Shares of sums of squares ``[tokens, len(share)]``, from share ``start`` on; 0 behind the last one."""
     place = squares_in + (start + share)[None, :] * BM + token[:, None]

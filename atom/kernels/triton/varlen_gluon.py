@@ -28,14 +28,14 @@ ROWS = gl.constexpr(64)  # of a group of four warps: a product's rows
 
 
 @gluon.jit
-def _take_work(tiles, turn, num_works, KV_HEADS: gl.constexpr):
+def _take_work(tiles, turn, num_works, num_tokens, KV_HEADS: gl.constexpr):
     """This program's work number ``turn``: whether there is one, its kv head, and the tile's entry."""
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     if turn % 2 == 1:
         place = programs - 1 - place
     number = turn * programs + place
-    is_work = number < num_works
+    is_listed = number < num_works
     number = gl.minimum(number, num_works - 1)
     entry = tiles + number // KV_HEADS * 8
     seq = gl.load(entry)
@@ -43,6 +43,8 @@ def _take_work(tiles, turn, num_works, KV_HEADS: gl.constexpr):
     first_token = gl.load(entry + 2)
     query_len = gl.load(entry + 3)
     context_len = gl.load(entry + 4)
+    # Behind the tiles the list has the step's padding, and behind that nothing: a bucket has room for many sequences.
+    is_work = is_listed & ((seq >= 0) | (offset < num_tokens))
     return is_work, number % KV_HEADS, seq, offset, first_token, query_len, context_len
 
 
@@ -114,6 +116,7 @@ def _produce(
     rows,
     tiles,
     num_works,
+    num_tokens,
     table_stride,
     q_first,
     q_second,
@@ -138,10 +141,11 @@ def _produce(
     Q_BYTES: gl.constexpr = HALF_TOKENS * GROUP * DIM * 2
     brought = 0  # key tiles
     works = 0
-    for turn in range(0, (num_works + gl.num_programs(0) - 1) // gl.num_programs(0)):
-        is_work, head, seq, offset, first_token, query_len, context_len = _take_work(
-            tiles, turn, num_works, KV_HEADS
-        )
+    turn = 0
+    is_work, head, seq, offset, first_token, query_len, context_len = _take_work(
+        tiles, 0, num_works, num_tokens, KV_HEADS
+    )
+    while is_work:
         whole, diagonal, count, prefix = _count_keys(
             is_work, seq, offset, query_len, context_len, 2 * HALF_TOKENS, KEYS
         )
@@ -175,6 +179,10 @@ def _produce(
                 )  # fmt: skip
                 brought += 1
             works += 1
+        turn += 1
+        is_work, head, seq, offset, first_token, query_len, context_len = _take_work(
+            tiles, turn, num_works, num_tokens, KV_HEADS
+        )
 
 
 @gluon.jit
@@ -237,7 +245,6 @@ def _advance(
 @gluon.jit
 def _place_rows(
     output,
-    is_work,
     head,
     seq,
     offset,
@@ -256,7 +263,7 @@ def _place_rows(
     at = offset + row // GROUP
     # Entries without a sequence say where in the step their padding begins.
     token = gl.where(seq >= 0, first_token, 0) + at
-    is_row = is_work & (token < num_tokens) & ((seq < 0) | (at < query_len))
+    is_row = (token < num_tokens) & ((seq < 0) | (at < query_len))
     place = (token.to(gl.int64) * (GROUP * KV_HEADS) + head * GROUP + row % GROUP)[:, None] * DIM + dim[
         None, :
     ]
@@ -299,10 +306,12 @@ def _consume(
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORE))
     taken = 0  # key tiles
     works = 0
+    turn = 0
     is_work, head, seq, offset, first_token, query_len, context_len = _take_work(
-        tiles, 0, num_works, KV_HEADS
+        tiles, 0, num_works, num_tokens, KV_HEADS
     )
-    for turn in range(0, (num_works + gl.num_programs(0) - 1) // gl.num_programs(0)):
+    while is_work:
+        turn += 1
         whole, diagonal, count, prefix = _count_keys(
             is_work, seq, offset, query_len, context_len, 2 * HALF_TOKENS, KEYS
         )
@@ -344,7 +353,7 @@ def _consume(
             taken += count
             works += 1
             place, is_row = _place_rows(
-                output, is_work, head, seq, offset + PART * HALF_TOKENS, first_token, query_len, num_tokens, ROWS,
+                output, head, seq, offset + PART * HALF_TOKENS, first_token, query_len, num_tokens, ROWS,
                 GROUP, KV_HEADS, DIM, STORE,
             )  # fmt: skip
             # The next work's entry comes while this one ends.
@@ -352,7 +361,7 @@ def _consume(
                 own_head = head * GROUP + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORE)) % GROUP
                 total += gl.exp2(gl.load(sinks + own_head).to(gl.float32) * LOG2_E - best)
             is_work, head, seq, offset, first_token, query_len, context_len = _take_work(
-                tiles, turn + 1, num_works, KV_HEADS
+                tiles, turn, num_works, num_tokens, KV_HEADS
             )
             stage = (taken - 1) % STAGES
             mbarrier.wait(v_full.index(stage), (taken - 1) // STAGES & 1)
@@ -364,12 +373,12 @@ def _consume(
             gl.store(place, result, mask=is_row)
         else:
             place, is_row = _place_rows(
-                output, is_work, head, seq, offset + PART * HALF_TOKENS, first_token, query_len, num_tokens, ROWS,
+                output, head, seq, offset + PART * HALF_TOKENS, first_token, query_len, num_tokens, ROWS,
                 GROUP, KV_HEADS, DIM, STORE,
             )  # fmt: skip
             gl.store(place, gl.zeros([ROWS, DIM], dtype, STORE), mask=is_row)
             is_work, head, seq, offset, first_token, query_len, context_len = _take_work(
-                tiles, turn + 1, num_works, KV_HEADS
+                tiles, turn, num_works, num_tokens, KV_HEADS
             )
 
 
@@ -443,9 +452,9 @@ def varlen_sm90(
             (
                 _produce,
                 (
-                    q, k, v, keys, values, tables, rows, tiles, num_works, table_stride, q_first, q_second, k_ring,
-                    v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, HAS_ROWS, GROUP, KV_HEADS, PAGE, DIM,
-                    HALF_TOKENS, KEYS, STAGES,
+                    q, k, v, keys, values, tables, rows, tiles, num_works, num_tokens, table_stride, q_first, q_second,
+                    k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, HAS_ROWS, GROUP, KV_HEADS, PAGE,
+                    DIM, HALF_TOKENS, KEYS, STAGES,
                 ),
             ),
         ],

@@ -57,6 +57,8 @@ class AttentionBackend(ABC):
     supports_token_graph: ClassVar[bool] = False
     # Whether it norms and rotates the heads itself, see ``forward_projected``.
     fuses_rotation: ClassVar[bool] = False
+    # Whether it makes the heads itself, see ``forward_hidden``.
+    fuses_projection: bool = False
 
     @classmethod
     @abstractmethod
@@ -115,6 +117,27 @@ class AttentionBackend(ABC):
         written to; the rest is as the kernels "rms_norm" and "rotary" take it.
         """
         raise NotImplementedError(f"{self.name} takes heads that are rotated already")
+
+    def forward_hidden(
+        self,
+        x: torch.Tensor,
+        projection: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetaData,
+        output: torch.Tensor,
+    ) -> None:
+        """As :meth:`forward_projected` of ``x projection^T``; only of a backend that ``fuses_projection``.
+
+        Args:
+            x: ``[num_tokens, hidden_size]``.
+            projection: ``[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]``, contiguous.
+        """
+        raise NotImplementedError(f"{self.name} takes heads that are made already")
 
 
 # Where each backend lives; a platform lists the names that it prefers. Imported when first asked for.

@@ -6,7 +6,9 @@ Launches depend on shapes alone, lengths and tables are read on the device: a re
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+from atom.kernels.triton import head_projection
 from atom.kernels.triton.decode_attention import arrival_counters, decode_attention
 from atom.kernels.triton.kv_cache import write_kv
 from atom.kernels.triton.prefill_table import Choices, PrefillLayer, choose, measured_choices
@@ -39,6 +41,9 @@ class TritonAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec, sinks: torch.Tensor | None = None):
         super().__init__(spec, sinks)
         self.measured = measured_for(spec)
+        self.fuses_projection = head_projection.supports(
+            platform_of_device(torch.get_default_device()), spec.dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim
+        )  # fmt: skip
         # This layer's own: a layer's launches follow one another, whatever else a stream does.
         self._arrivals = arrival_counters(torch.get_default_device())
         self._options = {
@@ -73,8 +78,42 @@ class TritonAttention(AttentionBackend):
         metadata: AttentionMetaData,
         output: torch.Tensor,
     ) -> None:
+        rotate_and_write(qkv, self.spec.num_heads, cos, sin, weight, eps, keys, values, metadata.slot_mapping)
+        self._attend_heads(qkv, keys, values, metadata, output)
+
+    def forward_hidden(
+        self,
+        x: torch.Tensor,
+        projection: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetaData,
+        output: torch.Tensor,
+    ) -> None:
+        spec = self.spec
+        if head_projection.takes(x, projection, keys):
+            qkv = x.new_empty((len(x), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim))
+            head_projection.launch(
+                x, projection, qkv, spec.num_heads, cos, sin, weight, eps, keys, values, metadata.slot_mapping
+            )
+            self._attend_heads(qkv, keys, values, metadata, output)
+        else:
+            qkv = F.linear(x, projection).view(len(x), -1, spec.head_dim)
+            self.forward_projected(qkv, cos, sin, weight, eps, keys, values, metadata, output)
+
+    def _attend_heads(
+        self,
+        qkv: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        metadata: AttentionMetaData,
+        output: torch.Tensor,
+    ) -> None:
         num_heads, num_kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        rotate_and_write(qkv, num_heads, cos, sin, weight, eps, keys, values, metadata.slot_mapping)
         q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         self._attend(q, k, v, keys, values, metadata, output)
 

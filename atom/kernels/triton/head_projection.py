@@ -1,0 +1,94 @@
+"""When and how the kernel of ``head_projection_gluon`` makes a step's query, key and value heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, shared_layout
+from atom.platforms import Platform
+
+TOKENS, COLUMNS = 128, 256  # of a tile
+BAND, STAGES = 16, 3
+MIN_FILL = 0.85
+
+
+def supports(
+    platform: Platform, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> bool:
+    """Whether layers of such heads can go to the kernel: a tile's columns are heads of one kind."""
+    return (
+        platform.name == "cuda"
+        and platform.architecture() == "sm_90"
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_dim in (64, 128)
+        and num_heads * head_dim % COLUMNS == 0
+        and num_kv_heads * head_dim % COLUMNS == 0
+    )
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether the kernel can read these, and has the tiles for it; cuBLAS and a pass are faster otherwise."""
+    num_tiles = triton.cdiv(len(x), TOKENS) * (len(weight) // COLUMNS)
+    rounds = triton.cdiv(num_tiles, MULTIPROCESSORS)
+    fill = len(x) * len(weight) / (rounds * MULTIPROCESSORS * TOKENS * COLUMNS)
+    return fill >= MIN_FILL and keys.dtype is x.dtype and can_bring(x, weight)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    output: torch.Tensor,
+    num_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Write heads of ``x weight^T`` into ``output``, normed and rotated, and keys and values into the cache.
+
+    Args:
+        x: ``[num_tokens, K]``.
+        weight: ``[heads * head_dim, K]``: query, key and value heads.
+        output: ``[num_tokens, heads, head_dim]``, contiguous.
+        norm: ``[query and key heads, head_dim]`` fp32; None: no norm. The rest as ``rotate_and_write`` has it.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from atom.kernels.triton.head_projection_gluon import ROWS, STEP, projection_sm90
+
+    layout = shared_layout()
+    (num_tokens, columns), rows = x.shape, weight.shape[0]
+    half = output.shape[2] // 2
+    num_rows, num_columns = triton.cdiv(num_tokens, TOKENS), rows // COLUMNS
+    num_tiles = num_rows * num_columns
+    projection_sm90[(min(num_tiles, MULTIPROCESSORS),)](
+        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [ROWS.value, STEP.value], layout),
+        TensorDescriptor(weight, list(weight.shape), [columns, 1], [half, STEP.value], layout),
+        TensorDescriptor(output, [num_tokens, rows], [rows, 1], [ROWS.value, COLUMNS], layout),
+        cos,
+        sin,
+        norm,
+        keys,
+        values,
+        slots,
+        eps,
+        num_tokens,
+        num_tiles,
+        num_rows,
+        num_columns,
+        columns,
+        HAS_NORM=norm is not None,
+        NUM_HEADS=num_heads,
+        KV_HEADS=keys.shape[1],
+        PAGE=keys.shape[2],
+        HALF=half,
+        BAND=BAND,
+        STAGES=STAGES,
+        CONSUMER_REGISTERS=232,
+        PRODUCER_REGISTERS=40,
+        num_warps=4,
+    )

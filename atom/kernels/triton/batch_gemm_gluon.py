@@ -9,6 +9,9 @@ in the order of programs. It waits only for what others do first, so nobody wait
 numbers, which a device starts before it, so that they need not all run at a time.
 
 A gated product has gate and up rows alternating by eights, which brings both to the same thread.
+
+In a decode step the launch before has left half of a norm, as for ``gemm_tile``: sums are multiplied by the other half.
+A residual comes by the copy engine while the product is made, to where the result leaves from.
 """
 
 from triton.experimental import gluon
@@ -75,13 +78,8 @@ def _bring_rows(
 def _produce(
     weight,
     x,
-    w_ring,
-    x_ring,
-    full,
-    empty,
-    num_tiles,
-    token_tiles,
-    steps,
+    rings,
+    share,
     IS_GATED: gl.constexpr,
     GROUPS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -90,6 +88,8 @@ def _produce(
     PDL: gl.constexpr,
 ):
     """The warp that brings both operands."""
+    w_ring, x_ring, full, empty = rings
+    num_tiles, token_tiles, steps = share
     tokens, number, programs, begin, end = _own_share(num_tiles, token_tiles, steps)
     last = (end - 1) // steps
     if PDL:
@@ -139,50 +139,121 @@ def _halves(value, ROWS: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def _norm_factor(squares, num_shares, stride, first, columns, eps, TOKENS: gl.constexpr, SUM: gl.constexpr):
+    """What the norm multiplies the sums of each token by, ``[TOKENS]``; of tokens that are none, anything."""
+    SPREAD: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    AT_ONCE: gl.constexpr = 8192 // max(TOKENS, 128)  # 64 numbers a thread
+    share = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, SPREAD))[:, None]
+    token = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, SPREAD))[None, :]
+    total = gl.zeros([AT_ONCE, TOKENS], gl.float32, SPREAD)
+    for start in range(0, num_shares, AT_ONCE):
+        is_there = (start + share < num_shares) & (token < stride)
+        total += gl.load(squares + (start + share) * stride + token, mask=is_there, other=0.0)
+    return gl.convert_layout(gl.rsqrt(gl.sum(total, 0) / columns + eps), gl.SliceLayout(0, SUM))
+
+
+@gluon.jit
+def _row_values(vector, place, N, ROWS: gl.constexpr, IS_GATED: gl.constexpr, SUM: gl.constexpr):
+    """Of ``vector [N]``, gated ``[2 N]``, what belongs to the rows of a tile whose results begin at ``place``."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUM))
+    if IS_GATED:
+        column = place + row // 16 * 8 + row % 8
+        spot = column + row // 8 % 2 * N
+    else:
+        column = place + row
+        spot = column
+    return gl.load(vector + spot, mask=column < N, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _bring_residual(
+    residual,
+    room,
+    bar,
+    tokens,
+    row,
+    FIRST: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Have a tile's part of the residual copied to where the result will leave from, once what left has left."""
+    tma.store_wait(0)
+    barrier()
+    mbarrier.expect(bar, CHUNKS * CHUNK * ROWS * 2)
+    for number in gl.static_range(CHUNKS):
+        bring(residual, [tokens + number * CHUNK, row], bar, room.index(FIRST + number))
+
+
+@gluon.jit
 def _store_tokens(
     out,
     room,
     value,
+    next_factor,
+    next_out,
+    squares_out,
+    stride,
     tokens,
     row,
     turn,
-    PART: gl.constexpr,
+    FIRST: gl.constexpr,
+    NUMBER: gl.constexpr,
+    CHUNKS: gl.constexpr,
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     CHUNK: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    HAS_NEXT: gl.constexpr,
 ):
-    """Write ``value [ROWS, TOKENS]`` transposed, by as many tokens as a buffer has."""
+    """Write ``value [ROWS, TOKENS]`` transposed, by as many tokens as a buffer has; ``NUMBER`` tells which they are."""
     if TOKENS > CHUNK:
+        HALF: gl.constexpr = TOKENS // 2
         first, second = _halves(value, ROWS, TOKENS)
-        turn = _store_tokens(out, room, first, tokens, row, turn, PART, ROWS, TOKENS // 2, CHUNK)
         turn = _store_tokens(
-            out, room, second, tokens + TOKENS // 2, row, turn, PART, ROWS, TOKENS // 2, CHUNK
-        )
+            out, room, first, next_factor, next_out, squares_out, stride, tokens, row, turn,
+            FIRST, NUMBER, CHUNKS, ROWS, HALF, CHUNK, HAS_RESIDUAL, HAS_NEXT,
+        )  # fmt: skip
+        turn = _store_tokens(
+            out, room, second, next_factor, next_out, squares_out, stride, tokens + HALF, row, turn,
+            FIRST, NUMBER + HALF // CHUNK, CHUNKS, ROWS, HALF, CHUNK, HAS_RESIDUAL, HAS_NEXT,
+        )  # fmt: skip
     else:
-        buffer = room.index(2 * PART + turn % 2)
-        tma.store_wait(1)
-        barrier()
-        buffer.permute((1, 0)).store(value)
+        if HAS_RESIDUAL or HAS_NEXT:  # a buffer for every chunk
+            buffer = room.index(FIRST + NUMBER)
+        else:
+            buffer = room.index(FIRST + turn % 2)
+            tma.store_wait(1)
+            barrier()
+        if HAS_RESIDUAL:
+            value += buffer.permute((1, 0)).load(value.type.layout).to(gl.float32)
+        narrow = value.to(out.dtype)
+        buffer.permute((1, 0)).store(narrow)
+        if HAS_NEXT:
+            wide = narrow.to(gl.float32)
+            factor = gl.convert_layout(next_factor, gl.SliceLayout(1, value.type.layout))[:, None]
+            next_buffer = room.index(FIRST + CHUNKS + NUMBER)
+            next_buffer.permute((1, 0)).store((wide * factor).to(out.dtype))
+            token = tokens + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, value.type.layout))
+            spot = squares_out + row // ROWS * stride + token
+            gl.store(spot, gl.sum(wide * wide, 0), mask=(token < out.shape[0]) & (row < out.shape[1]))
         fence_async_shared()
         barrier()
         write(out, [tokens, row], buffer)
+        if HAS_NEXT:
+            write(next_out, [tokens, row], next_buffer)
         turn += 1
     return turn
 
 
 @gluon.jit
 def _consume(
-    w_ring,
-    x_ring,
-    full,
-    empty,
-    out,
+    rings,
     room,
-    partial,
-    flags,
-    num_tiles,
-    token_tiles,
-    steps,
+    sums,
+    share,
+    before,
+    behind,
     PART: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -190,23 +261,47 @@ def _consume(
     TOKENS: gl.constexpr,
     CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
+    HAS_NORM: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    HAS_NEXT: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Four warps with part ``PART`` of every tile's rows."""
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     OUT_ROWS: gl.constexpr = ROWS // 2 if ACTIVATION else ROWS
-    dtype: gl.constexpr = x_ring.dtype
+    IS_GATED: gl.constexpr = ACTIVATION > 0
+    CHUNKS: gl.constexpr = TOKENS // CHUNK
+    FIRST: gl.constexpr = PART * (room.shape[0] // GROUPS)
+    w_ring, x_ring, full, empty = rings
+    partial, flags = sums
+    num_tiles, token_tiles, steps = share
+    squares_in, num_shares, eps, bias, stride = before
+    out, residual, has_come, next_norm, next_out, squares_out = behind
     tokens, number, programs, begin, end = _own_share(num_tiles, token_tiles, steps)
     IMAGE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
     chunk = gl.arange(0, ROWS * TOKENS // 512, layout=gl.SliceLayout(1, gl.SliceLayout(2, IMAGE)))
     thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, IMAGE)))
     inner = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, IMAGE)))
     spot = (chunk[:, None] * 512 + thread[None, :] * 4)[:, :, None] + inner[None, None, :]
+    if PDL and (HAS_NORM or HAS_RESIDUAL):
+        gdc_wait()
+    if HAS_NORM:
+        factor = _norm_factor(squares_in, num_shares, stride, tokens * TOKENS, steps * BK, eps, TOKENS, SUM)
     last = (end - 1) // steps
     taken = 0
     turn = 0
+    next_factor = None
     for back in range(0, last - begin // steps + 1):
         tile = last - back
+        place = (tile * GROUPS + PART) * OUT_ROWS
         first_step, end_step = _bounds(tile, begin, end, steps)
+        if HAS_RESIDUAL:
+            if end_step == steps:
+                _bring_residual(
+                    residual, room, has_come.index(PART), tokens * TOKENS, place, FIRST, CHUNKS, CHUNK,
+                    OUT_ROWS,
+                )  # fmt: skip
         acc = gl.zeros([ROWS, TOKENS], gl.float32, SUM)
         for step in range(first_step, end_step):
             stage = taken % STAGES
@@ -226,6 +321,8 @@ def _consume(
             barrier()
             gl.atomic_xchg(flags + own, 1, sem="release")
         else:
+            if HAS_NEXT:
+                next_factor = _row_values(next_norm, place, out.shape[1], ROWS, IS_GATED, SUM)
             for other in range(_whose_start(tile, num_tiles, programs, steps), number):
                 slot = (other * token_tiles + tokens) * GROUPS + PART
                 while gl.atomic_add(flags + slot, 0, sem="acquire") == 0:
@@ -233,26 +330,44 @@ def _consume(
                 barrier()
                 acc += _matrix(gl.load(partial + slot * (ROWS * TOKENS) + spot), ROWS, TOKENS, SUM)
                 gl.store(flags + slot, 0)
+            if HAS_NORM:
+                acc *= factor[None, :]
+            if HAS_BIAS:
+                acc += _row_values(bias, place, out.shape[1], ROWS, IS_GATED, SUM)[:, None]
             if ACTIVATION:
                 pairs = gl.permute(gl.reshape(acc, (ROWS // 16, 2, 8, TOKENS)), (0, 2, 3, 1))
                 gate, up = gl.split(pairs)
-                value = gl.reshape(activate(gate, up, ACTIVATION), (OUT_ROWS, TOKENS)).to(dtype)
+                value = gl.reshape(activate(gate, up, ACTIVATION), (OUT_ROWS, TOKENS))
             else:
-                value = acc.to(dtype)
-            place = (tile * GROUPS + PART) * OUT_ROWS
+                value = acc
+            if HAS_RESIDUAL:
+                mbarrier.wait(has_come.index(PART), turn // CHUNKS & 1)
+            elif HAS_NEXT:
+                tma.store_wait(0)
+                barrier()
             turn = _store_tokens(
-                out, room, value, tokens * TOKENS, place, turn, PART, OUT_ROWS, TOKENS, CHUNK
-            )
+                out, room, value, next_factor, next_out, squares_out, stride, tokens * TOKENS, place, turn,
+                FIRST, 0, CHUNKS, OUT_ROWS, TOKENS, CHUNK, HAS_RESIDUAL, HAS_NEXT,
+            )  # fmt: skip
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "token_tiles", "steps"])
+@gluon.jit(do_not_specialize=["num_shares", "stride", "num_tiles", "token_tiles", "steps"])
 def batch_gemm(
     weight,  # descriptors: [rows, K] by ROWS and BK; gated [rows / 16, 2, 8, K], gate and up rows by eights
-    x,  # [M, K] by TOKENS and BK
+    x,  # [M or more, K] by TOKENS and BK; times the norm's weight where there is a norm
+    bias,  # [rows]
+    residual,  # [M or more, N] as out; may be what out is
     out,  # [M, N] by CHUNK and the rows that a group of warps puts out
+    squares_in,  # [num_shares, stride] fp32 of the launch that wrote x, if HAS_NORM
+    next_norm,  # [N]
+    next_out,  # as out: out times next_norm
+    squares_out,  # [rows / ROWS, stride] fp32: shares of the sums of squares of out
     partial,  # [programs, GROUPS, ROWS, TOKENS] fp32
     flags,  # [programs, GROUPS] int32, zero between launches
+    eps,
+    num_shares,
+    stride,
     num_tiles,  # of rows
     token_tiles,  # divides the number of programs
     steps,  # K / BK
@@ -261,12 +376,17 @@ def batch_gemm(
     ROWS: gl.constexpr,  # of a group: 64 or 128
     TOKENS: gl.constexpr,
     CHUNK: gl.constexpr,
+    BUFFERS: gl.constexpr,  # of CHUNK tokens a group
     STAGES: gl.constexpr,
+    HAS_NORM: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    HAS_NEXT: gl.constexpr,
     PDL: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """``out = act(x @ weight^T)``."""
+    """``out = residual + act(norm(x) @ weight^T + bias)``."""
     dtype: gl.constexpr = x.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     IS_GATED: gl.constexpr = ACTIVATION > 0
@@ -274,30 +394,32 @@ def batch_gemm(
     BLOCK: gl.constexpr = [ROWS // 16, 2, 8, BK] if ACTIVATION else [ROWS, BK]
     w_ring = gl.allocate_shared_memory(dtype, [STAGES * GROUPS] + BLOCK, weight.layout)
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, BK], x.layout)
-    room = gl.allocate_shared_memory(dtype, [GROUPS * 2, CHUNK, OUT_ROWS], out.layout)
+    room = gl.allocate_shared_memory(dtype, [GROUPS * BUFFERS, CHUNK, OUT_ROWS], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    has_come = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(has_come.index(i), count=1)
     fence_async_shared()
+    rings = (w_ring, x_ring, full, empty)
+    sums = (partial, flags)
+    share = (num_tiles, token_tiles, steps)
+    before = (squares_in, num_shares, eps, bias, stride)
+    behind = (out, residual, has_come, next_norm, next_out, squares_out)
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (
                     _consume,
                     (
-                        w_ring, x_ring, full, empty, out, room, partial, flags, num_tiles, token_tiles, steps, 0,
-                        ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        rings, room, sums, share, before, behind, 0, ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        HAS_NORM, HAS_BIAS, HAS_RESIDUAL, HAS_NEXT, PDL,
                     ),
                 ),
-                (
-                    _produce,
-                    (
-                        weight, x, w_ring, x_ring, full, empty, num_tiles, token_tiles, steps, IS_GATED, GROUPS, ROWS,
-                        TOKENS, STAGES, PDL,
-                    ),
-                ),
+                (_produce, (weight, x, rings, share, IS_GATED, GROUPS, ROWS, TOKENS, STAGES, PDL)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -308,24 +430,18 @@ def batch_gemm(
                 (
                     _consume,
                     (
-                        w_ring, x_ring, full, empty, out, room, partial, flags, num_tiles, token_tiles, steps, 0,
-                        ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        rings, room, sums, share, before, behind, 0, ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        HAS_NORM, HAS_BIAS, HAS_RESIDUAL, HAS_NEXT, PDL,
                     ),
                 ),
                 (
                     _consume,
                     (
-                        w_ring, x_ring, full, empty, out, room, partial, flags, num_tiles, token_tiles, steps, 1,
-                        ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        rings, room, sums, share, before, behind, 1, ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        HAS_NORM, HAS_BIAS, HAS_RESIDUAL, HAS_NEXT, PDL,
                     ),
                 ),
-                (
-                    _produce,
-                    (
-                        weight, x, w_ring, x_ring, full, empty, num_tiles, token_tiles, steps, IS_GATED, GROUPS, ROWS,
-                        TOKENS, STAGES, PDL,
-                    ),
-                ),
+                (_produce, (weight, x, rings, share, IS_GATED, GROUPS, ROWS, TOKENS, STAGES, PDL)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -5,11 +5,11 @@
     python -m atom.benchmarks.decode_chain --attention [--models ...] [--batches 8 32 64] [--budget S]
 
 A workload is the peers' decode_bN: N sequences with a prompt of 128 tokens, 256 tokens out. ``graph`` is the device
-time of the recorded step, its context growing from 128 to 384, of more than 64 sequences without the head, which is
-not in it; ``engine`` the wall-clock time of a step of the engine core, with scheduling, sampling and reading back. Weights are random, of the models' real shapes. Each model
-runs in a process of its own, after its kernels were compiled side by side. ``--plain`` times the modules as well,
-``--parts`` what a step takes without its attention and without its head, ``--variants`` recorded steps with other
-forms of attention, and nothing else.
+time of the recorded step, its context growing from 128 to 384; the head of more than 64 sequences is not recorded.
+``engine`` is the wall-clock time of a step of the engine core, with scheduling, sampling and reading back. Weights are
+random, of the models' real shapes. Each model runs in a process of its own, after its kernels were compiled side by
+side. ``--plain`` times the modules as well, ``--parts`` what a step takes without its attention and without its head,
+``--variants`` recorded steps with other forms of attention, and nothing else.
 """
 
 from __future__ import annotations

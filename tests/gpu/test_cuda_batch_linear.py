@@ -87,58 +87,53 @@ def test_products_are_right_and_repeat_bit_for_bit(blocks, activation):
 def test_what_stands_around_products_of_decode_steps(parts, blocks, num_tokens):
     """Rows that are no multiple of a tile, few and many shares, in place as the residual stream is."""
     activation = next((name for name in ACTIVATIONS if name in parts), None)
+    has_norm, has_next, wide = "norm" in parts, "next" in parts, padded(num_tokens)
     for rows, columns, programs, num_shares in ((2064, 1024, 128, 3), (1024, 512, 61, 70), (200, 192, 8, 1)):
         x, weight = case(num_tokens, rows * (1 + bool(activation)), columns)
         norm, next_norm = (1 + torch.randn(n, device="cuda").bfloat16() / 4 for n in (columns, rows))
         bias = torch.randn(len(weight), device="cuda").bfloat16() if "bias" in parts else None
         residual = torch.randn(num_tokens, rows, device="cuda").bfloat16() if "residual" in parts else None
-        has_norm, has_next = "norm" in parts, "next" in parts
-        layer = LinearArguments(
-            weight, norm if has_norm else None, 1e-5, bias, ACTIVATIONS[activation] if activation else 0
-        )
+        code = ACTIVATIONS.get(activation, 0)
+        layer = LinearArguments(weight, norm if has_norm else None, 1e-5, bias, code)
         wanted = fused_linear(
             x.float(), weight, norm=layer.norm, eps=1e-5, bias=bias, activation=activation, residual=residual
         )
+        room = torch.full((256, columns), float("nan"), device="cuda").bfloat16()
+        given = room[:num_tokens]
+        given.copy_(x.float() * norm.float() if has_norm else x)
+        squares = torch.rand(num_shares, wide, device="cuda")
+        squares[:, :num_tokens] *= x.float().square().sum(1) / squares[:, :num_tokens].sum(0)
         run = DecodeLinear(x.device, has_gluon=True, uses_pdl=True)
-        run.reserve([layer.shape], 256)
-        space, wide = run._workspace, padded(num_tokens)
-        space.partial = torch.zeros(132 * batch.SUMS, device="cuda")
+        space = run._workspace
+        space.partial = torch.empty(132 * batch.SUMS, device="cuda")
         space.arrivals = torch.zeros(264, dtype=torch.int32, device="cuda")
-        space.shares = torch.zeros(128 * 256, device="cuda")
-        choice = Choice("batch", (*blocks, programs))
+        space.shares = torch.empty(128 * 256, device="cuda")
+        options = {"scaled": Scaled(given, num_shares)} if has_norm else {}
         found = []
         for _ in range(2):
             space.partial.fill_(float("nan"))
             space.shares.fill_(float("nan"))
-            room = torch.full((256, columns), float("nan"), device="cuda").bfloat16()
-            room[:num_tokens] = (x.float() * norm.float()).bfloat16() if has_norm else x
-            given = room[:num_tokens]
-            if has_norm:
-                left = torch.rand(num_shares, wide, device="cuda")
-                left[:, :num_tokens] *= x.float().square().sum(1) / left[:, :num_tokens].sum(0)
-                if found:  # the same sums again
-                    left = own
-                own = left
-                space.shares[: left.numel()] = left.view(-1)
+            space.shares[: squares.numel()] = squares.view(-1)
             out = torch.full((num_tokens, rows), float("nan"), device="cuda").bfloat16()
             if residual is not None:
                 out.copy_(residual)
             next_x = torch.full_like(out, float("nan"))
-            options = {"next_norm": next_norm, "next_x": next_x} if has_next else {}
-            if has_norm:
-                options["scaled"] = Scaled(given, num_shares)
-            before = torch.empty_like(out)  # a launch whose end the next one's beginning meets
-            launch(BatchShape(*blocks, 128), given, weight[:rows], before)
-            left = run(given, layer, out, None if residual is None else out, choice=choice, **options)
+            if has_next:
+                options |= {"next_norm": next_norm, "next_x": next_x}
+            # A launch whose end the next one's beginning meets.
+            launch(BatchShape(*blocks, 128), given, weight[:rows], torch.empty_like(out))
+            left = run(
+                given, layer, out, None if residual is None else out,
+                choice=Choice("batch", (*blocks, programs)), **options,
+            )  # fmt: skip
             assert error_of(out, wanted) < MAX_ERROR, (rows, columns)
             assert not space.arrivals.any()
+            found.append([out])
             if has_next:
                 assert error_of(next_x, out.float() * next_norm.float()) < MAX_ERROR
                 sums = space.shares[: left.num_shares * wide].view(-1, wide)[:, :num_tokens]
                 assert error_of(sums.sum(0), out.float().square().sum(1)) < 1e-5
-                found.append((out, next_x, sums.clone()))
-            else:
-                found.append((out,))
+                found[-1] += [next_x, sums.clone()]
         assert all(torch.equal(*both) for both in zip(*found, strict=True)), "the same bits again"
 
 

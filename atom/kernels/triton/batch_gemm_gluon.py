@@ -296,7 +296,7 @@ def _consume(
         tile = last - back
         place = (tile * GROUPS + PART) * OUT_ROWS
         first_step, end_step = _bounds(tile, begin, end, steps)
-        if HAS_RESIDUAL:
+        if HAS_RESIDUAL:  # noqa: SIM102 - decided while it is compiled
             if end_step == steps:
                 _bring_residual(
                     residual, room, has_come.index(PART), tokens * TOKENS, place, FIRST, CHUNKS, CHUNK,

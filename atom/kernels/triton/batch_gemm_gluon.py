@@ -291,11 +291,15 @@ def _consume(
     last = (end - 1) // steps
     taken = 0
     turn = 0
-    next_factor = None
     for back in range(0, last - begin // steps + 1):
         tile = last - back
         place = (tile * GROUPS + PART) * OUT_ROWS
         first_step, end_step = _bounds(tile, begin, end, steps)
+        next_factor = None
+        if HAS_NEXT:
+            next_factor = _row_values(next_norm, place, out.shape[1], ROWS, IS_GATED, SUM)
+        if HAS_BIAS:
+            offset = _row_values(bias, place, out.shape[1], ROWS, IS_GATED, SUM)
         if HAS_RESIDUAL:  # noqa: SIM102 - decided while it is compiled
             if end_step == steps:
                 _bring_residual(
@@ -321,8 +325,6 @@ def _consume(
             barrier()
             gl.atomic_xchg(flags + own, 1, sem="release")
         else:
-            if HAS_NEXT:
-                next_factor = _row_values(next_norm, place, out.shape[1], ROWS, IS_GATED, SUM)
             for other in range(_whose_start(tile, num_tiles, programs, steps), number):
                 slot = (other * token_tiles + tokens) * GROUPS + PART
                 while gl.atomic_add(flags + slot, 0, sem="acquire") == 0:
@@ -333,7 +335,7 @@ def _consume(
             if HAS_NORM:
                 acc *= factor[None, :]
             if HAS_BIAS:
-                acc += _row_values(bias, place, out.shape[1], ROWS, IS_GATED, SUM)[:, None]
+                acc += offset[:, None]
             if ACTIVATION:
                 pairs = gl.permute(gl.reshape(acc, (ROWS // 16, 2, 8, TOKENS)), (0, 2, 3, 1))
                 gate, up = gl.split(pairs)

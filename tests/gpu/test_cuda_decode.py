@@ -222,7 +222,7 @@ def answers_of(folder, prompts, sizes, max_tokens=(24,), logprobs=None):
     config = Config.build(
         str(folder), device="cuda", dtype="bfloat16", max_num_batched_tokens=256, max_num_seqs=sizes[-1],
         kv_cache_memory=2**24, prefix_hash_seed=1,
-        compilation_config={"level": 0, "cudagraph_capture_sizes": sizes},
+        compilation_config={"level": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes},
     )  # fmt: skip
     driver = CoreDriver(config)
     for number, most in enumerate(max_tokens):

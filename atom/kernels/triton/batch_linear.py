@@ -19,13 +19,17 @@ STEP = 64  # columns
 SUMS = 128 * 256  # that a program leaves to another, at most
 REACH = 32  # a choice serves the number of tokens that was measured and so many below: their products are padded to it
 SHARED = 226 << 10  # bytes for what is brought and what leaves; barriers and reductions need the rest
+SMALL = (
+    110 << 10
+)  # alike, where two programs fit a multiprocessor; their threads have half of its registers each
 
 
 class BatchShape(NamedTuple):
     """How the kernel is built and launched.
 
     ``groups`` of four warps have ``rows`` of the weight each, for ``tokens`` at a time; up to ``stages`` steps of K are
-    in shared memory; at most ``programs`` share the work, one on a multiprocessor.
+    in shared memory; at most ``programs`` share the work. Of small ones a multiprocessor has two, be it of this launch
+    or of the next one, whose first weights are then on their way early.
     """
 
     rows: int
@@ -33,6 +37,16 @@ class BatchShape(NamedTuple):
     tokens: int
     stages: int
     programs: int
+
+    @property
+    def is_small(self) -> bool:
+        held = self._held(False, True, True) + self.stages * self._step
+        return self.groups == 1 and held <= SMALL // 2
+
+    @property
+    def max_programs(self) -> int:
+        """That run at a time."""
+        return MULTIPROCESSORS * (1 + self.is_small)
 
     def num_programs(self, num_rows: int, columns: int, num_tokens: int) -> int:
         """That share the product of a weight ``[num_rows, columns]``."""
@@ -47,10 +61,18 @@ class BatchShape(NamedTuple):
 
     def stages_there(self, is_gated: bool, has_residual: bool = False, has_next: bool = False) -> int:
         """Steps that shared memory has room for."""
+        return min(self.stages, (SHARED // 2 - self._held(is_gated, has_residual, has_next)) // self._step)
+
+    @property
+    def _step(self) -> int:
+        """Numbers of a step."""
+        return (self.groups * self.rows + self.tokens) * STEP
+
+    def _held(self, is_gated: bool, has_residual: bool, has_next: bool) -> int:
+        """Numbers that buffers of results hold."""
         out_rows = self.rows // (1 + is_gated)
-        held = self.buffers(is_gated, has_residual, has_next) * chunk_tokens(self.tokens, out_rows) * out_rows
-        step = (self.groups * self.rows + self.tokens) * STEP
-        return min(self.stages, (SHARED // 2 - self.groups * held) // step)
+        size = chunk_tokens(self.tokens, out_rows) * out_rows
+        return self.groups * self.buffers(is_gated, has_residual, has_next) * size
 
 
 class Around(NamedTuple):
@@ -191,6 +213,7 @@ def launch(
         CONSUMER_REGISTERS=232,
         PRODUCER_REGISTERS=40,
         num_warps=4,
+        **({"maxnreg": 128} if shape.is_small else {}),
         **pdl_options(uses_pdl),
     )
 

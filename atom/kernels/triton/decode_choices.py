@@ -191,7 +191,7 @@ def fits_batch(shape: LinearShape, blocks: tuple[int, ...]) -> bool:
         return False
     is_gated = shape.activation > 0
     is_behind = not is_gated  # in a decode step
-    return BATCH_CLASSES[-1] // tokens <= programs <= MULTIPROCESSORS and (
+    return BATCH_CLASSES[-1] // tokens <= programs <= built.max_programs and (
         min(stages, built.stages_there(is_gated, is_behind, is_behind)) >= 2
     )
 
@@ -420,13 +420,19 @@ def _loop_candidates(shape: LinearShape) -> Iterator[Choice]:
 
 def _batch_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
     """Runs of equal length, by whole tiles or simple parts of them."""
-    for rows, groups, tokens, stages in ((64, 2, 128, 6), (64, 1, 128, 8), (64, 2, 64, 8)):
+    for rows, groups, tokens, stages in (
+        (64, 2, 128, 6),
+        (64, 1, 128, 8),
+        (64, 1, 128, 3),
+        (64, 1, 64, 4),
+        (64, 2, 64, 8),
+    ):
         token_tiles = triton.cdiv(num_tokens, tokens)
         tiles = triton.cdiv(shape.weight_rows, rows * groups) * token_tiles
         parts = {tiles // n for n in (2, 3, 4) if tiles % n == 0} | {tiles * n for n in (1, 2, 4)}
         for programs in sorted({128, *parts}):
             blocks = BatchShape(rows, groups, tokens, stages, programs)
-            if 64 <= programs <= MULTIPROCESSORS and fits_batch(shape, blocks):
+            if programs >= 64 and fits_batch(shape, blocks):
                 yield Choice("batch", tuple(blocks))
 
 

@@ -166,84 +166,47 @@ def _row_values(vector, place, N, ROWS: gl.constexpr, IS_GATED: gl.constexpr, SU
 
 
 @gluon.jit
-def _bring_residual(
-    residual,
-    room,
-    bar,
-    tokens,
-    row,
-    FIRST: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    CHUNK: gl.constexpr,
-    ROWS: gl.constexpr,
-):
-    """Have a tile's part of the residual copied to where the result will leave from, once what left has left."""
-    tma.store_wait(0)
-    barrier()
-    mbarrier.expect(bar, CHUNKS * CHUNK * ROWS * 2)
-    for number in gl.static_range(CHUNKS):
-        bring(residual, [tokens + number * CHUNK, row], bar, room.index(FIRST + number))
-
-
-@gluon.jit
 def _store_tokens(
     out,
     room,
     value,
-    next_factor,
-    next_out,
-    squares_out,
-    stride,
     tokens,
     row,
     turn,
     FIRST: gl.constexpr,
-    NUMBER: gl.constexpr,
-    CHUNKS: gl.constexpr,
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     CHUNK: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr,
-    HAS_NEXT: gl.constexpr,
 ):
-    """Write ``value [ROWS, TOKENS]`` transposed, by as many tokens as a buffer has; ``NUMBER`` tells which they are."""
+    """Write ``value [ROWS, TOKENS]`` transposed, by as many tokens as a buffer has."""
     if TOKENS > CHUNK:
-        HALF: gl.constexpr = TOKENS // 2
         first, second = _halves(value, ROWS, TOKENS)
+        turn = _store_tokens(out, room, first, tokens, row, turn, FIRST, ROWS, TOKENS // 2, CHUNK)
         turn = _store_tokens(
-            out, room, first, next_factor, next_out, squares_out, stride, tokens, row, turn,
-            FIRST, NUMBER, CHUNKS, ROWS, HALF, CHUNK, HAS_RESIDUAL, HAS_NEXT,
-        )  # fmt: skip
-        turn = _store_tokens(
-            out, room, second, next_factor, next_out, squares_out, stride, tokens + HALF, row, turn,
-            FIRST, NUMBER + HALF // CHUNK, CHUNKS, ROWS, HALF, CHUNK, HAS_RESIDUAL, HAS_NEXT,
-        )  # fmt: skip
+            out, room, second, tokens + TOKENS // 2, row, turn, FIRST, ROWS, TOKENS // 2, CHUNK
+        )
     else:
-        if HAS_RESIDUAL or HAS_NEXT:  # a buffer for every chunk
-            buffer = room.index(FIRST + NUMBER)
-        else:
-            buffer = room.index(FIRST + turn % 2)
-            tma.store_wait(1)
-            barrier()
-        if HAS_RESIDUAL:
-            value += buffer.permute((1, 0)).load(value.type.layout).to(gl.float32)
-        narrow = value.to(out.dtype)
-        buffer.permute((1, 0)).store(narrow)
-        if HAS_NEXT:
-            wide = narrow.to(gl.float32)
-            factor = gl.convert_layout(next_factor, gl.SliceLayout(1, value.type.layout))[:, None]
-            next_buffer = room.index(FIRST + CHUNKS + NUMBER)
-            next_buffer.permute((1, 0)).store((wide * factor).to(out.dtype))
-            token = tokens + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, value.type.layout))
-            spot = squares_out + row // ROWS * stride + token
-            gl.store(spot, gl.sum(wide * wide, 0), mask=(token < out.shape[0]) & (row < out.shape[1]))
+        buffer = room.index(FIRST + turn % 2)
+        tma.store_wait(1)
+        barrier()
+        buffer.permute((1, 0)).store(value)
         fence_async_shared()
         barrier()
         write(out, [tokens, row], buffer)
-        if HAS_NEXT:
-            write(next_out, [tokens, row], next_buffer)
         turn += 1
     return turn
+
+
+@gluon.jit
+def _store_squares(wide, squares, tokens, num_tokens, ROWS: gl.constexpr, TOKENS: gl.constexpr):
+    """Write the tile's share of each token's sum of squares, by 64 tokens: adding up takes shared memory."""
+    if TOKENS > 64:
+        first, second = _halves(wide, ROWS, TOKENS)
+        _store_squares(first, squares, tokens, num_tokens, ROWS, TOKENS // 2)
+        _store_squares(second, squares, tokens + TOKENS // 2, num_tokens, ROWS, TOKENS // 2)
+    else:
+        token = tokens + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, wide.type.layout))
+        gl.store(squares + token, gl.sum(wide * wide, 0), mask=token < num_tokens)
 
 
 @gluon.jit
@@ -271,7 +234,6 @@ def _consume(
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     OUT_ROWS: gl.constexpr = ROWS // 2 if ACTIVATION else ROWS
     IS_GATED: gl.constexpr = ACTIVATION > 0
-    CHUNKS: gl.constexpr = TOKENS // CHUNK
     FIRST: gl.constexpr = PART * (room.shape[0] // GROUPS)
     w_ring, x_ring, full, empty = rings
     partial, flags = sums
@@ -295,17 +257,17 @@ def _consume(
         tile = last - back
         place = (tile * GROUPS + PART) * OUT_ROWS
         first_step, end_step = _bounds(tile, begin, end, steps)
-        next_factor = None
         if HAS_NEXT:
             next_factor = _row_values(next_norm, place, out.shape[1], ROWS, IS_GATED, SUM)
         if HAS_BIAS:
             offset = _row_values(bias, place, out.shape[1], ROWS, IS_GATED, SUM)
         if HAS_RESIDUAL:  # noqa: SIM102 - decided while it is compiled
             if end_step == steps:
-                _bring_residual(
-                    residual, room, has_come.index(PART), tokens * TOKENS, place, FIRST, CHUNKS, CHUNK,
-                    OUT_ROWS,
-                )  # fmt: skip
+                # To where the result will leave from, once what left has left.
+                tma.store_wait(0)
+                barrier()
+                mbarrier.expect(has_come.index(PART), OUT_ROWS * TOKENS * 2)
+                bring(residual, [tokens * TOKENS, place], has_come.index(PART), room.index(FIRST))
         acc = gl.zeros([ROWS, TOKENS], gl.float32, SUM)
         for step in range(first_step, end_step):
             stage = taken % STAGES
@@ -343,14 +305,33 @@ def _consume(
             else:
                 value = acc
             if HAS_RESIDUAL:
-                mbarrier.wait(has_come.index(PART), turn // CHUNKS & 1)
-            elif HAS_NEXT:
-                tma.store_wait(0)
+                mbarrier.wait(has_come.index(PART), turn & 1)
+                value += room.index(FIRST).permute((1, 0)).load(value.type.layout).to(gl.float32)
+            narrow = value.to(out.dtype)
+            if HAS_RESIDUAL or HAS_NEXT:
+                if not HAS_RESIDUAL:
+                    tma.store_wait(0)
+                    barrier()
+                room.index(FIRST).permute((1, 0)).store(narrow)
+                wide = narrow.to(gl.float32)
+                if HAS_NEXT:
+                    next_value = wide * gl.convert_layout(
+                        next_factor, gl.SliceLayout(1, value.type.layout)
+                    ).expand_dims(1)
+                    room.index(FIRST + 1).permute((1, 0)).store(next_value.to(out.dtype))
+                fence_async_shared()
                 barrier()
-            turn = _store_tokens(
-                out, room, value, next_factor, next_out, squares_out, stride, tokens * TOKENS, place, turn,
-                FIRST, 0, CHUNKS, OUT_ROWS, TOKENS, CHUNK, HAS_RESIDUAL, HAS_NEXT,
-            )  # fmt: skip
+                write(out, [tokens * TOKENS, place], room.index(FIRST))
+                if HAS_NEXT:
+                    write(next_out, [tokens * TOKENS, place], room.index(FIRST + 1))
+                    if place < out.shape[1]:
+                        squares = squares_out + (tile * GROUPS + PART) * stride
+                        _store_squares(wide, squares, tokens * TOKENS, out.shape[0], OUT_ROWS, TOKENS)
+                turn += 1
+            else:
+                turn = _store_tokens(
+                    out, room, narrow, tokens * TOKENS, place, turn, FIRST, OUT_ROWS, TOKENS, CHUNK
+                )
     tma.store_wait(0)
 
 
@@ -360,7 +341,7 @@ def batch_gemm(
     x,  # [M or more, K] by TOKENS and BK; times the norm's weight where there is a norm
     bias,  # [rows]
     residual,  # [M or more, N] as out; may be what out is
-    out,  # [M, N] by CHUNK and the rows that a group of warps puts out
+    out,  # [M, N] by CHUNK, or TOKENS, and the rows that a group of warps puts out
     squares_in,  # [num_shares, stride] fp32 of the launch that wrote x, if HAS_NORM
     next_norm,  # [N]
     next_out,  # as out: out times next_norm
@@ -378,7 +359,7 @@ def batch_gemm(
     ROWS: gl.constexpr,  # of a group: 64 or 128
     TOKENS: gl.constexpr,
     CHUNK: gl.constexpr,
-    BUFFERS: gl.constexpr,  # of CHUNK tokens a group
+    BUFFERS: gl.constexpr,  # of CHUNK tokens a group; of a whole tile where there is a residual or a norm behind
     STAGES: gl.constexpr,
     HAS_NORM: gl.constexpr,
     HAS_BIAS: gl.constexpr,

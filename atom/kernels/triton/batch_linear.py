@@ -55,9 +55,14 @@ class BatchShape(NamedTuple):
         return min(self.programs // token_tiles, steps) * token_tiles
 
     def buffers(self, is_gated: bool, has_residual: bool, has_next: bool) -> int:
-        """From which results leave, of a group: two that take turns, or one a chunk of tokens that stays."""
-        chunks = self.tokens // chunk_tokens(self.tokens, self.rows // (1 + is_gated))
-        return chunks * (1 + has_next) if has_residual or has_next else 2
+        """From which results leave, of a group: two of chunks that take turns, or of whole tiles one each."""
+        return 1 + has_next if has_residual or has_next else 2
+
+    def chunk(self, is_gated: bool, has_residual: bool, has_next: bool) -> int:
+        """Tokens of a buffer."""
+        if has_residual or has_next:
+            return self.tokens
+        return chunk_tokens(self.tokens, self.rows // (1 + is_gated))
 
     def stages_there(self, is_gated: bool, has_residual: bool = False, has_next: bool = False) -> int:
         """Steps that shared memory has room for."""
@@ -70,9 +75,8 @@ class BatchShape(NamedTuple):
 
     def _held(self, is_gated: bool, has_residual: bool, has_next: bool) -> int:
         """Numbers that buffers of results hold."""
-        out_rows = self.rows // (1 + is_gated)
-        size = chunk_tokens(self.tokens, out_rows) * out_rows
-        return self.groups * self.buffers(is_gated, has_residual, has_next) * size
+        what = (is_gated, has_residual, has_next)
+        return self.groups * self.buffers(*what) * self.chunk(*what) * self.rows // (1 + is_gated)
 
 
 class Around(NamedTuple):
@@ -167,7 +171,9 @@ def launch(
         weights = TensorDescriptor(
             weight, [num_rows, columns], [columns, 1], [shape.rows, STEP], shared_layout()
         )
-    chunk = chunk_tokens(shape.tokens, out_rows)
+    residual, next_norm = around.residual, around.next_norm
+    what = (is_gated, residual is not None, next_norm is not None)
+    chunk = shape.chunk(*what)
     token_tiles = triton.cdiv(num_tokens, shape.tokens)
     padded = token_tiles * shape.tokens
 
@@ -177,15 +183,13 @@ def launch(
         layout = shared_layout(2, min(128, 2 * out_rows))
         return TensorDescriptor(tensor, [rows, size], [size, 1], [chunk, out_rows], layout)
 
-    residual, next_norm = around.residual, around.next_norm
-    has_residual, has_next = residual is not None, next_norm is not None
     batch_gemm[(shape.num_programs(num_rows, columns, num_tokens),)](
         weights,
         TensorDescriptor(
             x, [rows_there(x, padded), columns], [x.stride(0), 1], [shape.tokens, STEP], shared_layout()
         ),
         around.bias,
-        results(residual, rows_there(residual, padded)) if has_residual else None,
+        None if residual is None else results(residual, rows_there(residual, padded)),
         results(output),
         around.squares,
         next_norm,
@@ -203,12 +207,12 @@ def launch(
         ROWS=shape.rows,
         TOKENS=shape.tokens,
         CHUNK=chunk,
-        BUFFERS=shape.buffers(is_gated, has_residual, has_next),
-        STAGES=shape.stages_there(is_gated, has_residual, has_next),
+        BUFFERS=shape.buffers(*what),
+        STAGES=shape.stages_there(*what),
         HAS_NORM=around.squares is not None,
         HAS_BIAS=around.bias is not None,
-        HAS_RESIDUAL=has_residual,
-        HAS_NEXT=has_next,
+        HAS_RESIDUAL=residual is not None,
+        HAS_NEXT=next_norm is not None,
         PDL=uses_pdl,
         CONSUMER_REGISTERS=232,
         PRODUCER_REGISTERS=40,

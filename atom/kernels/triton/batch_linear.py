@@ -28,8 +28,7 @@ class BatchShape(NamedTuple):
     """How the kernel is built and launched.
 
     ``groups`` of four warps have ``rows`` of the weight each, for ``tokens`` at a time; up to ``stages`` steps of K are
-    in shared memory; at most ``programs`` share the work. Of small ones a multiprocessor has two, be it of this launch
-    or of the next one, whose first weights are then on their way early.
+    in shared memory; at most ``programs`` share the work, one on a multiprocessor.
     """
 
     rows: int
@@ -37,16 +36,6 @@ class BatchShape(NamedTuple):
     tokens: int
     stages: int
     programs: int
-
-    @property
-    def is_small(self) -> bool:
-        held = self._held(False, True, True) + self.stages * self._step
-        return self.groups == 1 and held <= SMALL // 2
-
-    @property
-    def max_programs(self) -> int:
-        """That run at a time."""
-        return MULTIPROCESSORS * (1 + self.is_small)
 
     def num_programs(self, num_rows: int, columns: int, num_tokens: int) -> int:
         """That share the product of a weight ``[num_rows, columns]``."""
@@ -66,17 +55,10 @@ class BatchShape(NamedTuple):
 
     def stages_there(self, is_gated: bool, has_residual: bool = False, has_next: bool = False) -> int:
         """Steps that shared memory has room for."""
-        return min(self.stages, (SHARED // 2 - self._held(is_gated, has_residual, has_next)) // self._step)
-
-    @property
-    def _step(self) -> int:
-        """Numbers of a step."""
-        return (self.groups * self.rows + self.tokens) * STEP
-
-    def _held(self, is_gated: bool, has_residual: bool, has_next: bool) -> int:
-        """Numbers that buffers of results hold."""
         what = (is_gated, has_residual, has_next)
-        return self.groups * self.buffers(*what) * self.chunk(*what) * self.rows // (1 + is_gated)
+        held = self.groups * self.buffers(*what) * self.chunk(*what) * self.rows // (1 + is_gated)
+        step = (self.groups * self.rows + self.tokens) * STEP
+        return min(self.stages, (SHARED // 2 - held) // step)
 
 
 class Around(NamedTuple):
@@ -217,7 +199,6 @@ def launch(
         CONSUMER_REGISTERS=232,
         PRODUCER_REGISTERS=40,
         num_warps=4,
-        **({"maxnreg": 128} if shape.is_small else {}),
         **pdl_options(uses_pdl),
     )
 

@@ -116,7 +116,7 @@ BATCHES: dict[tuple[int, int, bool], tuple[int, int]] = {
     (4096, 1024, False): (64, 128),
     (1024, 2048, False): (64, 64),
     (3072, 1024, True): (96, 128),
-    (1024, 3072, False): (64, 128),
+    (1024, 3072, False): (64, 64),
     (3072, 2048, False): (96, 96),
     (2048, 2048, False): (64, 128),
     (8192, 2048, True): (128, 128),
@@ -177,7 +177,7 @@ def _batch_blocks(shape: LinearShape, most_tokens: int) -> BatchShape:
         return BatchShape(rows, groups, tokens, stages, measured[most_tokens > 128])
     tiles = triton.cdiv(shape.weight_rows, rows * groups) * (most_tokens // tokens)
     is_even = 96 <= tiles <= MULTIPROCESSORS  # then no tile is shared
-    is_small = tiles * shape.K <= 1 << 16
+    is_small = tiles * shape.K < 1 << 17
     return BatchShape(rows, groups, tokens, stages, tiles if is_even else 64 if is_small else 128)
 
 
@@ -191,7 +191,7 @@ def fits_batch(shape: LinearShape, blocks: tuple[int, ...]) -> bool:
         return False
     is_gated = shape.activation > 0
     is_behind = not is_gated  # in a decode step
-    return BATCH_CLASSES[-1] // tokens <= programs <= built.max_programs and (
+    return BATCH_CLASSES[-1] // tokens <= programs <= MULTIPROCESSORS and (
         min(stages, built.stages_there(is_gated, is_behind, is_behind)) >= 2
     )
 
@@ -420,13 +420,7 @@ def _loop_candidates(shape: LinearShape) -> Iterator[Choice]:
 
 def _batch_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
     """Runs of equal length, by whole tiles or simple parts of them."""
-    for rows, groups, tokens, stages in (
-        (64, 2, 128, 6),
-        (64, 1, 128, 8),
-        (64, 1, 128, 3),
-        (64, 1, 64, 4),
-        (64, 2, 64, 8),
-    ):
+    for rows, groups, tokens, stages in ((64, 2, 128, 6), (64, 1, 128, 8), (64, 2, 64, 8)):
         token_tiles = triton.cdiv(num_tokens, tokens)
         tiles = triton.cdiv(shape.weight_rows, rows * groups) * token_tiles
         parts = {tiles // n for n in (2, 3, 4) if tiles % n == 0} | {tiles * n for n in (1, 2, 4)}

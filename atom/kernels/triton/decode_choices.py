@@ -111,20 +111,22 @@ MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
     ),
 }  # fmt: skip
 
-# Alike, of 128 and of 256 tokens: programs. Blocks follow a rule, so that few kernels serve a model.
-BATCHES: dict[tuple[int, int, bool], tuple[int, int]] = {
-    (4096, 1024, False): (64, 128),
-    (1024, 2048, False): (64, 64),
-    (3072, 1024, True): (96, 128),
-    (1024, 3072, False): (64, 64),
-    (3072, 2048, False): (96, 96),
-    (2048, 2048, False): (64, 128),
-    (8192, 2048, True): (128, 128),
-    (2048, 8192, False): (128, 128),
-    (6144, 4096, False): (96, 128),
-    (4096, 4096, False): (64, 128),
-    (14336, 4096, True): (112, 128),
-    (4096, 14336, False): (128, 128),
+# Of products of more tokens: rows of a group of warps, groups, tokens, stages. Two, so that few kernels serve a model.
+TALL, FLAT = (64, 2, 128, 6), (64, 1, 128, 8)
+# As MEASURED, of 128 and of 256 tokens: tiles, and programs that share them.
+BATCHES: dict[tuple[int, int, bool], tuple[BatchShape, BatchShape]] = {
+    (4096, 1024, False): (BatchShape(*FLAT, 64), BatchShape(*FLAT, 128)),
+    (1024, 2048, False): (BatchShape(*FLAT, 64), BatchShape(*FLAT, 64)),
+    (3072, 1024, True): (BatchShape(*FLAT, 96), BatchShape(*FLAT, 128)),
+    (1024, 3072, False): (BatchShape(*FLAT, 64), BatchShape(*FLAT, 64)),
+    (3072, 2048, False): (BatchShape(*FLAT, 96), BatchShape(*FLAT, 96)),
+    (2048, 2048, False): (BatchShape(*FLAT, 64), BatchShape(*FLAT, 128)),
+    (8192, 2048, True): (BatchShape(*TALL, 128), BatchShape(*TALL, 128)),
+    (2048, 8192, False): (BatchShape(*FLAT, 128), BatchShape(*FLAT, 128)),
+    (6144, 4096, False): (BatchShape(*TALL, 96), BatchShape(*TALL, 96)),
+    (4096, 4096, False): (BatchShape(*TALL, 64), BatchShape(*FLAT, 128)),
+    (14336, 4096, True): (BatchShape(*TALL, 112), BatchShape(*TALL, 128)),
+    (4096, 14336, False): (BatchShape(*TALL, 128), BatchShape(*TALL, 128)),
 }
 
 
@@ -169,16 +171,20 @@ def serves(shape: LinearShape, num_tokens: int, has_gluon: bool) -> bool:
 
 
 def _batch_blocks(shape: LinearShape, most_tokens: int) -> BatchShape:
-    """Tiles of 128 rows where they keep the chip busy, of 64 otherwise; sums are shared out evenly."""
-    is_tall = shape.weight_rows * shape.K >= 1 << 24 and shape.weight_rows >= 4096
-    rows, groups, tokens, stages = (64, 2, 128, 6) if is_tall else (64, 1, 128, 8)
+    """Tiles that programs need not share where those keep most of the chip busy, of 128 rows rather than of 64."""
     measured = BATCHES.get((shape.N, shape.K, shape.activation > 0))
     if measured is not None:
-        return BatchShape(rows, groups, tokens, stages, measured[most_tokens > 128])
-    tiles = triton.cdiv(shape.weight_rows, rows * groups) * (most_tokens // tokens)
-    is_even = 96 <= tiles <= MULTIPROCESSORS  # then no tile is shared
-    is_small = tiles * shape.K < 1 << 17
-    return BatchShape(rows, groups, tokens, stages, tiles if is_even else 64 if is_small else 128)
+        return measured[most_tokens > 128]
+    tiles = {
+        blocks: triton.cdiv(shape.weight_rows, blocks[0] * blocks[1]) * (most_tokens // blocks[2])
+        for blocks in (TALL, FLAT)
+    }
+    for blocks, number in tiles.items():
+        if 96 <= number <= MULTIPROCESSORS:
+            return BatchShape(*blocks, number)
+    if tiles[TALL] > MULTIPROCESSORS or tiles[TALL] * shape.K >= 1 << 19:
+        return BatchShape(*TALL, 128)
+    return BatchShape(*FLAT, 64 if tiles[FLAT] * shape.K < 1 << 17 else 128)
 
 
 def fits_batch(shape: LinearShape, blocks: tuple[int, ...]) -> bool:

@@ -5,11 +5,11 @@
     python -m atom.benchmarks.decode_chain --attention [--models ...] [--batches 8 32 64] [--budget S]
 
 A workload is the peers' decode_bN: N sequences with a prompt of 128 tokens, 256 tokens out. ``graph`` is the device
-time of the recorded step, its context growing from 128 to 384; ``engine`` the wall-clock time of a step of the
-engine core, with scheduling, sampling and reading back. Weights are random, of the models' real shapes. Each model
-runs in a process of its own, after its kernels were compiled side by side. ``--plain`` times the modules as well,
-``--parts`` what a step takes without its attention and without its head, ``--variants`` recorded steps with other
-forms of attention, and nothing else.
+time of the recorded step, its context growing from 128 to 384; the head of more than 64 sequences is not recorded.
+``engine`` is the wall-clock time of a step of the engine core, with scheduling, sampling and reading back. Weights are
+random, of the models' real shapes. Each model runs in a process of its own, after its kernels were compiled side by
+side. ``--plain`` times the modules as well, ``--parts`` what a step takes without its attention and without its head,
+``--variants`` recorded steps with other forms of attention, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from atom.benchmarks.child import lines_of_child, print_line
 from atom.benchmarks.decode_launches import SHAPES, compile_side_by_side, launches_of, record_step
 from atom.benchmarks.gpu_measure import device_us, relative_error
 from atom.benchmarks.gpu_roofline import H200
+from atom.kernels.triton.decode_choices import MAX_TOKENS
 
 MODELS = Path(__file__).parent / "models"
 BATCHES, ATTENTION_BATCHES = (1, 8, 32), (8, 32, 64)
@@ -54,7 +55,7 @@ def build_engine(
         max_model_len=9216,
         max_num_seqs=max(batches),
         max_num_batched_tokens=max_step_tokens,
-        kv_cache_memory=8 << 30 if device == "cuda" else 64 << 20,
+        kv_cache_memory=(8 << 30) * (1 + (max(batches) > MAX_TOKENS)) if device == "cuda" else 64 << 20,
         enable_prefix_caching=False,
         compilation_config={"level": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": tuple(batches)},
     )
@@ -156,6 +157,8 @@ class Replays:
 
         def state() -> list[Any]:
             n = self.batch
+            if n > MAX_TOKENS:
+                return [fused.many_hidden[:n].clone()]
             return [fused.hidden[:n].clone(), fused.token_ids[:n].clone()]
 
         self.reset()
@@ -180,6 +183,7 @@ class Replays:
                 fused._attended,
                 fused._gated,
                 fused.hidden,
+                fused.many_hidden,
                 fused.logits,
             ):
                 buffer.fill_(float("nan"))
@@ -200,7 +204,11 @@ class Replays:
         self.reset()
         self.run()
         torch.cuda.synchronize()
-        hidden, ids = fused.hidden[: self.batch].clone(), fused.token_ids[: self.batch].clone()
+        if self.batch > MAX_TOKENS:
+            hidden = fused.many_hidden[: self.batch].clone()
+            ids = model.compute_logits(hidden).argmax(-1)
+        else:
+            hidden, ids = fused.hidden[: self.batch].clone(), fused.token_ids[: self.batch].clone()
         self.reset()
         model.fused = None
         try:
@@ -238,8 +246,10 @@ def run_model(model: str, batches: list[int], with_plain: bool, with_parts: bool
             line["replays"] = replays.check_replays()
             print(f"{model} b{batch}: {line['modules']}; {line['replays']}", flush=True)
             fused.want_logits(False)
-        line["graph_ms"] = replays.time_ms()
-        if fused is not None:
+        is_many = batch > MAX_TOKENS
+        repeats = 1 if is_many else 3
+        line["graph_ms"] = replays.time_ms(repeats=repeats)
+        if fused is not None and not is_many:
             line["with_logits_ms"] = _with_logits(fused, replays)
             if with_parts:
                 line |= _time_parts(fused, replays)
@@ -247,7 +257,7 @@ def run_model(model: str, batches: list[int], with_plain: bool, with_parts: bool
         if with_plain and fused is not None:
             core.worker.model.fused = None
             replays.record()
-            line["modules_graph_ms"] = replays.time_ms()
+            line["modules_graph_ms"] = replays.time_ms(repeats=repeats)
             core.worker.model.fused = fused
             replays.record()
         line["bound_ms"] = _step_bytes(shape, batch) / H200.read_gb_s / 1e6
@@ -281,7 +291,8 @@ def _step_bytes(shape: Any, batch: int) -> int:
     kept = (
         2 * shape.num_kv_heads * shape.head_dim * (PROMPT_TOKENS + NEW_TOKENS // 2) * _num_layers(shape.name)
     )
-    return 2 * (weights + shape.vocab_size * shape.hidden_size + kept * batch)
+    head = shape.vocab_size * shape.hidden_size if batch <= MAX_TOKENS else 0  # which is not recorded
+    return 2 * (weights + head + kept * batch)
 
 
 def _num_layers(model: str) -> int:

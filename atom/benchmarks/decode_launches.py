@@ -111,8 +111,9 @@ def record_step(
     grouped_shape: Any = None,
 ) -> None:
     """Let ``recorder`` see every launch of a step of ``num_tokens`` sequences."""
-    from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
-    from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
+    from atom.kernels.triton.decode_choices import MAX_TOKENS
+    from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, Scaled, head
+    from atom.kernels.triton.decode_step import Embedding, choose, embed, final_norm, prepare_decode
     from atom.kernels.triton.fused_attention_launch import DecodeAttention, StepTables
     from atom.kernels.triton.step_inputs import take_decode
 
@@ -120,7 +121,7 @@ def record_step(
     where = f"{shape.name} M={n}"
     long = {"dtype": torch.int64}
     linear = DecodeLinear(META, has_gluon=has_gluon, uses_pdl=uses_pdl)
-    norm = empty(hidden)
+    norm, is_many = empty(hidden), n > MAX_TOKENS
     next_x, scaled = empty(n, hidden), None
     for part in ("o", "gate_up", "down", "qkv"):
         rows, columns, has_norm, activation = shape.linears[part]
@@ -131,17 +132,18 @@ def record_step(
             linear(empty(n, columns), layer, out, scaled=scaled)
             if part == "qkv":
                 recorder.label += " of the first layer"
-                linear(empty(n, columns), layer, out, is_first=True)
+                halved = Scaled(next_x, 1) if is_many else None
+                linear(empty(n, columns), layer, out, is_first=True, scaled=halved)
             continue
         next_norm = norm if n > 1 else None
         scaled = linear(empty(n, columns), layer, out, out, next_norm=next_norm, next_x=next_x)
-        if part == "down" and n > 1:  # of the last layer
+        if part == "down" and n > 1 and not is_many:  # of the last layer
             linear(empty(n, columns), layer, out, out)
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     qk_norm = empty(heads + kv_heads, dim) if shape.has_qk_norm else None
     attention = shape.attention_layer(qk_norm)
     attend = DecodeAttention(
-        META, [attention], 64, uses_pdl, has_gluon, column_shape, batch_shape, grouped_shape
+        META, [attention], max(n, MAX_TOKENS), uses_pdl, has_gluon, column_shape, batch_shape, grouped_shape
     )
     cache = empty(999, kv_heads, 16, dim, dtype=cache_dtype)
     scale = empty(1, dtype=torch.float32)
@@ -153,17 +155,21 @@ def record_step(
     attend(empty(n, shape.linears["qkv"][0]), attention, cache, cache, step, empty(n, heads * dim), scales)
     recorder.label = f"{where} head"
     keys = empty(n, **long)
-    buffers = HeadBuffers(empty(n, hidden), empty(n, shape.vocab_size), keys, empty(2, dtype=torch.int32))
     head_layer = LinearArguments(empty(shape.vocab_size, hidden), norm, 1e-6)
-    head(empty(n, hidden), head_layer, buffers, uses_pdl=uses_pdl)
+    if is_many:
+        final_norm(empty(n, hidden), norm, empty(n, hidden), 1e-6, uses_pdl)
+    else:
+        buffers = HeadBuffers(empty(n, hidden), empty(n, shape.vocab_size), keys, empty(2, dtype=torch.int32))
+        head(empty(n, hidden), head_layer, buffers, uses_pdl=uses_pdl)
+        moved = (keys, lens, empty(257, dtype=torch.int32), empty(257, **long))
+        outbox = empty(1, **long), empty(SLOTS, n + 1, **long), empty(SLOTS, n, dtype=torch.bool)
+        choose(keys, keys, empty(n, dtype=torch.bool), moved, uses_pdl, outbox)
     recorder.label = f"{where} around"
     rope = tuple(empty(*size, dtype=torch.float32) for size in ((1, dim), (1, dim), (1,)))
-    embed(keys, keys, head_layer.weight, rope, empty(n, hidden), *angles, keys)
-    moved = (keys, lens, empty(257, dtype=torch.int32), empty(257, **long))
-    outbox = empty(1, **long), empty(SLOTS, n + 1, **long), empty(SLOTS, n, dtype=torch.bool)
-    choose(keys, keys, empty(n, dtype=torch.bool), moved, uses_pdl, outbox)
+    half_norm = (norm, next_x, empty(n, dtype=torch.float32)) if is_many else None
+    embedding = Embedding(head_layer.weight, rope, empty(n, hidden), *angles, keys, 1.0, half_norm)
+    embed(keys, keys, embedding)
     packed, tables = empty(999, dtype=torch.int32), empty(1, 257, 577, dtype=torch.int32)
-    embedding = Embedding(head_layer.weight, rope, empty(n, hidden), *angles, keys)
     for together in (None, embedding):
         prepare_decode(packed, lens, keys, tables, n, 256, 16, True, together, uses_pdl)
     take_decode(packed, packed, tables, n, 1)

@@ -33,6 +33,7 @@ from atom.benchmarks.decode_launches import (
 )
 from atom.benchmarks.gpu_measure import device_us, record_graph, relative_error
 from atom.benchmarks.gpu_roofline import H200
+from atom.kernels.triton.batch_linear import SUMS
 from atom.kernels.triton.decode_choices import (
     CLASSES,
     MAX_TOKENS,
@@ -40,14 +41,16 @@ from atom.kernels.triton.decode_choices import (
     LinearShape,
     candidates,
     default_choice,
+    padded,
     token_class,
 )
 from atom.kernels.triton.decode_linear import DecodeLinear, LinearArguments, Scaled
 from atom.kernels.triton.decode_table import save_table
+from atom.kernels.triton.hopper import MULTIPROCESSORS
 from atom.platforms import get_platform
 
 BATCHES = (8, 16, 32, 64)
-KERNELS = ("gemv", "gluon", "mma", "loop", "rows", "ring", "tile")
+KERNELS = ("gemv", "gluon", "mma", "loop", "rows", "ring", "tile", "batch")
 PARTS = ("o", "down", "gate_up", "qkv")  # in the order they are tuned: who leaves half a norm first
 ROTATED_BYTES = 400 << 20  # weights that take turns
 BOUND = 1e-2  # relative error of bf16 against fp32
@@ -98,24 +101,30 @@ class Layers:
         self._reserve()
         first = self.layers[0]
         # In rooms for more tokens, as serving has them.
-        self.x, self.next_x = (self.random(MAX_TOKENS, shape.hidden_size)[:num_tokens] for _ in range(2))
-        self.qkv = self.random(MAX_TOKENS, first["qkv"].shape.N)[:num_tokens]
+        room = max(MAX_TOKENS, padded(num_tokens))
+        self.x, self.next_x = (self.random(room, shape.hidden_size)[:num_tokens] for _ in range(2))
+        self.qkv = self.random(room, first["qkv"].shape.N)[:num_tokens]
         # Stands for the output of the attention, so that it is written by the launch before.
         self.attended = self.qkv.view(-1)[: num_tokens * first["o"].shape.K].view(num_tokens, -1)
-        self.gated = self.random(MAX_TOKENS, first["down"].shape.K)[:num_tokens]
+        self.gated = self.random(room, first["down"].shape.K)[:num_tokens]
 
     def random(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=self.device).normal_()
 
     def _reserve(self) -> None:
-        """Room for any candidate: eight splits of tiles of 64 rows and one, shares of tiles of eight rows."""
+        """Room for any candidate: eight splits of tiles of 64 rows and one, shares of tiles of eight rows; for more
+        tokens, sums of every multiprocessor.
+        """
         most = max(rows for rows, *_ in self.shape.linears.values())
         if self.device.type == "meta":
             return
         space = self.run._workspace
-        space.partial = torch.zeros(most // 8 * 9 * 8 * 64, device=self.device)
-        space.arrivals = torch.zeros(most // 8, dtype=torch.int32, device=self.device)
-        space.shares = torch.zeros(most // 8 * 64, device=self.device)
+        size = max(most // 8 * 9 * 8 * 64, MULTIPROCESSORS * SUMS)
+        space.partial = torch.zeros(size, device=self.device)
+        space.arrivals = torch.zeros(
+            max(most // 8, 2 * MULTIPROCESSORS), dtype=torch.int32, device=self.device
+        )
+        space.shares = torch.zeros(max(most // 8, 8 * NUM_SHARES) * 64, device=self.device)
 
     def launch(self, choices: Choices) -> None:
         """All layers once."""
@@ -144,12 +153,12 @@ class Layers:
         )
         out, next_x = (torch.full_like(wanted, float("nan"), dtype=torch.bfloat16) for _ in range(2))
         shares = self.run._workspace.shares.fill_(float("nan"))
-        padded = max(16, token_class(self.num_tokens))
+        wide = max(16, token_class(self.num_tokens))
         options: dict[str, Any] = {}
         if self.halves_norms and layer.norm is None:
             options = {"next_norm": self.norm, "next_x": next_x}
         elif self.halves_norms:
-            given = torch.rand(NUM_SHARES, padded, device=self.device)
+            given = torch.rand(NUM_SHARES, wide, device=self.device)
             given[:, : self.num_tokens] *= x.float().square().sum(1) / given[:, : self.num_tokens].sum(0)
             shares[: given.numel()] = given.view(-1)
             options = {"scaled": Scaled((x.float() * layer.norm.float()).to(x.dtype), NUM_SHARES)}
@@ -161,7 +170,7 @@ class Layers:
         if left is not None:
             if not (error := relative_error(next_x, out.float() * self.norm.float())) < BOUND:
                 return f"error of the next input {error:.1e}"
-            sums = shares[: left.num_shares * padded].view(-1, padded).sum(0)[: self.num_tokens]
+            sums = shares[: left.num_shares * wide].view(-1, wide).sum(0)[: self.num_tokens]
             if not (error := relative_error(sums, out.float().square().sum(1))) < 1e-3:
                 return f"error of the squares {error:.1e}"
         return ""

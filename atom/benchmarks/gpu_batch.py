@@ -1,8 +1,9 @@
-"""Linear layers of steps with 65 to 512 tokens on a GPU: the ``batch`` part of ``atom.benchmarks.gpu_kernels``.
+"""Products of 65 to 512 tokens on a GPU: the ``batch`` part of ``atom.benchmarks.gpu_kernels``.
 
-The kernel in variants beside cuBLAS, for a gated product with a pass for the activation. Weights rotate, as many as a
-model reads before it comes to the first again, so that none is in the L2 cache. The limit is the longer one of reading
-the weight and of the operations. A model's last line is a layer, one product after another as the engine has them run.
+The kernel in variants, without what stands around it in a decode step, beside cuBLAS, for a gated product with a pass
+for the activation. Weights rotate, as many as a model reads before it comes to the first again, so that none is in the
+L2 cache. The limit is the longer one of reading the weight and of the operations. A model's last line is a layer, one
+product after another: as decode steps launch them, and all by cuBLAS.
 """
 
 from __future__ import annotations
@@ -17,15 +18,11 @@ import torch.nn.functional as F
 from atom.benchmarks.gpu_measure import relative_error
 from atom.benchmarks.gpu_roofline import H200
 from atom.kernels.reference.decode import fused_linear
-from atom.kernels.triton.batch_linear import (
-    BatchShape,
-    batch_linear,
-    batch_shape,
-    launch,
-)
+from atom.kernels.triton.batch_linear import BatchShape, launch
 from atom.kernels.triton.compile_ahead import KernelCompilation, missing_kernels, recording
+from atom.kernels.triton.decode_choices import LinearShape, default_choice
+from atom.kernels.triton.decode_parts import ACTIVATIONS
 from atom.kernels.triton.elementwise import silu_and_mul
-from atom.kernels.triton.gated_linear import gated_linear
 from atom.kernels.triton.hopper import MULTIPROCESSORS
 
 if TYPE_CHECKING:
@@ -78,15 +75,26 @@ def variants(layer: Layer, num_tokens: int) -> Iterator[BatchShape]:
                 yield BatchShape(rows, groups, tokens, stages, programs)
 
 
-def way(layer: Layer, shape: BatchShape | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The product by the kernel, or without a shape by cuBLAS."""
+def chosen(layer: Layer, num_tokens: int) -> BatchShape:
+    """What a decode step takes."""
+    is_gated = layer.activation is not None
+    shape = LinearShape(layer.rows // (1 + is_gated), layer.columns, ACTIVATIONS.get(layer.activation, 0))
+    return BatchShape(*default_choice(shape, num_tokens, True).blocks)
+
+
+def way(
+    layer: Layer, shape: BatchShape | None, x: torch.Tensor, weight: torch.Tensor, uses_pdl: bool = False
+) -> torch.Tensor:
+    """The product by the kernel, or without a shape by cuBLAS.
+
+    A launch is timed without dependence: what it hides of its neighbours differs from place to place in a step.
+    """
     if shape is None:
         y = F.linear(x, weight)
         return y if layer.activation is None else silu_and_mul(y)
     size = layer.rows if layer.activation is None else layer.rows // 2
     output = torch.empty(len(x), size, device=x.device, dtype=x.dtype)
-    # Alone: what a launch hides of its neighbours differs from place to place in a step.
-    launch(shape, x, weight, output, layer.activation, uses_pdl=False)
+    launch(shape, x, weight, output, ACTIVATIONS.get(layer.activation, 0), uses_pdl=uses_pdl)
     return output
 
 
@@ -170,12 +178,11 @@ def time_layer(
         times[name] = bench.try_variant(f"{title} {name}", lambda shape=shape: error_of(shape), calls(shape))
     found = {name: value for name, value in times.items() if value is not None}
     print(f"{title}: " + ", ".join(f"{name} {value:.1f}" for name, value in found.items()), flush=True)
-    chosen = batch_shape(layer.rows, layer.columns, layer.activation is not None, num_tokens)
-    bench.add(title, found.get(name_of(chosen)), found, floor_us(layer, num_tokens))
+    bench.add(title, found.get(name_of(chosen(layer, num_tokens))), found, floor_us(layer, num_tokens))
 
 
 def time_model(bench: Bench, title: str, layers: list[Layer], num_tokens: int, numbers: torch.Tensor) -> None:
-    """A layer's products behind each other: those that the engine chooses, and all by cuBLAS."""
+    """A layer's products behind each other: those of a decode step, and all by cuBLAS."""
     start, ways = 0, {"choice": [], "cuBLAS": []}
     size = sum(layer.rows * layer.columns for layer in layers)
     inputs = [torch.randn(num_tokens, layer.columns, device="cuda").bfloat16() for layer in layers]
@@ -184,10 +191,10 @@ def time_model(bench: Bench, title: str, layers: list[Layer], num_tokens: int, n
             end = start + layer.rows * layer.columns
             weight = numbers[start:end].view(layer.rows, layer.columns)
             start = end
-            if layer.activation is None:
-                ways["choice"].append(lambda x=x, weight=weight: batch_linear(x, weight))
-            else:
-                ways["choice"].append(lambda x=x, weight=weight: gated_linear(x, weight, "silu"))
+            one = chosen(layer, num_tokens)
+            ways["choice"].append(
+                lambda layer=layer, one=one, x=x, weight=weight: way(layer, one, x, weight, uses_pdl=True)
+            )
             ways["cuBLAS"].append(lambda layer=layer, x=x, weight=weight: way(layer, None, x, weight))
     times = {name: bench.try_variant(f"{title} {name}", None, calls) for name, calls in ways.items()}
     found = {name: value * len(layers) for name, value in times.items() if value is not None}

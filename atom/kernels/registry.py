@@ -29,7 +29,6 @@ REFERENCE_PRIORITY: Mapping[str, int] = dict.fromkeys(PLATFORMS, 0)
 _IMPLEMENTATION_MODULES = ("atom.kernels.reference", "atom.kernels.cpu")
 # Only where Triton runs: importing it takes its time.
 _TRITON_MODULES = (
-    "atom.kernels.triton.batch_linear",
     "atom.kernels.triton.elementwise",
     "atom.kernels.triton.gated_linear",
     "atom.kernels.triton.sampling",

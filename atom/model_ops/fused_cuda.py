@@ -7,16 +7,19 @@ around them the embedding with the step's rotations, and the head with its arg-m
 several tokens the first two) starts while the one before it ends (dependent launch); the kernels keep the order of
 reads that this asks for. Everything lies at fixed addresses and no launch depends on host data, so a recorded graph can
 hold a step; its last kernel writes the ids into host memory itself (``outbox``).
+
+Steps of more than ``MAX_TOKENS`` sequences, on sm_90 alone, end with the final norm: their head is a product for the
+usual way, and what is sampled is sampled from its logits.
 """
 
 from __future__ import annotations
 
 import torch
 
-from atom.kernels.triton.decode_choices import MAX_TOKENS, padded
-from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, head
+from atom.kernels.triton.decode_choices import BATCH_CLASSES, MAX_TOKENS, padded, serves
+from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, Scaled, head
 from atom.kernels.triton.decode_parts import ACTIVATIONS, compact
-from atom.kernels.triton.decode_step import Embedding, choose, embed, prepare_decode
+from atom.kernels.triton.decode_step import Embedding, choose, embed, final_norm, prepare_decode
 from atom.kernels.triton.decode_table import load_table
 from atom.kernels.triton.fused_attention_launch import AttentionLayer, DecodeAttention, StepTables
 from atom.model_ops.dense_decoder import DenseDecoder, DenseLayer, FusedDecoder
@@ -135,7 +138,7 @@ class FusedCudaDecoder(FusedDecoder):
     """Runs steps that decode one token of each of up to ``max_tokens`` sequences.
 
     Build it once the weights are loaded. ``hidden``, ``logits``, ``token_ids`` and ``is_finite`` hold the last
-    step's results.
+    step's results; where it had more than ``MAX_TOKENS`` sequences, ``many_hidden`` its hidden states.
 
     Args:
         decoder: what ``why_not`` has nothing against.
@@ -154,7 +157,6 @@ class FusedCudaDecoder(FusedDecoder):
         architecture: str = "",
         advance: Advance | None = None,
     ):
-        self.max_tokens = max_tokens = min(max_tokens, MAX_TOKENS)
         self._uses_pdl = uses_pdl
         self._table = decoder.embedding.weight.detach()
         self._embed_scale = decoder.embed_scale
@@ -169,7 +171,12 @@ class FusedCudaDecoder(FusedDecoder):
         self._linear = DecodeLinear(device, has_gluon=has_gluon, uses_pdl=uses_pdl, table=table)
         first = self._layers[0]
         linears = [a for one in self._layers for a in (one.qkv, one.output, one.gate_up, one.down)]
-        self._linear.reserve(list(dict.fromkeys(a.shape for a in linears)), max_tokens)
+        shapes = list(dict.fromkeys(a.shape for a in linears))
+        max_tokens = min(max_tokens, BATCH_CLASSES[-1])
+        if not all(serves(shape, max_tokens, has_gluon) for shape in shapes):
+            max_tokens = MAX_TOKENS
+        self.max_tokens, few = max_tokens, min(max_tokens, MAX_TOKENS)
+        self._linear.reserve(shapes, max_tokens)
         attention = [layer.attention for layer in self._layers]
         self._attention = DecodeAttention(device, attention, max_tokens, uses_pdl, has_gluon)
 
@@ -183,10 +190,11 @@ class FusedCudaDecoder(FusedDecoder):
         self._attended = room(first.output.weight.shape[1], rows=whole)
         self._gated = room(first.down.weight.shape[1], rows=whole)
         self._cos, self._sin = (room(*self._ropes[0].shape) for _ in range(2))
-        self.hidden, self.logits = room(hidden_size), room(vocab)
+        self.hidden, self.logits = room(hidden_size, rows=few), room(vocab, rows=few)
+        self.many_hidden = room(hidden_size, rows=max_tokens if max_tokens > few else 0)
         self._keys = room(dtype=torch.int64)
-        self.token_ids, self.is_finite = room(dtype=torch.int64), room(dtype=torch.bool)
-        self.outbox = None if device.type == "cpu" else Outbox(max_tokens, device)
+        self.token_ids, self.is_finite = (room(dtype=kind, rows=few) for kind in (torch.int64, torch.bool))
+        self.outbox = None if device.type == "cpu" else Outbox(few, device)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of both, by number of tokens
         self._is_on_host = device.type == "cpu"
         self._flags = torch.tensor([1, vocab], dtype=torch.int32).to(device)
@@ -210,7 +218,9 @@ class FusedCudaDecoder(FusedDecoder):
             self._flags[0].fill_(int(wants))
 
     def finish(self, head: HeadWork, hidden: torch.Tensor) -> None:
-        if hidden.data_ptr() != self.hidden.data_ptr():
+        if (
+            hidden.data_ptr() != self.hidden.data_ptr()
+        ):  # of the modules, or of a step that left its head to them
             return
         n = len(hidden)
         head.is_done = True
@@ -236,13 +246,17 @@ class FusedCudaDecoder(FusedDecoder):
         *options: int | bool,
     ) -> tuple[torch.Tensor, ...]:
         """As ``prepare_decode``; the launch embeds the step's tokens too, which :meth:`forward` then need not do."""
-        embedding = None
-        if n <= self.max_tokens:
-            rooms = (self._x[:n], self._cos[:n], self._sin[:n], self._keys[:n])
-            embedding = Embedding(self._table, self._ropes, *rooms, self._embed_scale)
+        embedding = self._embedding(n) if n <= self.max_tokens else None
         inputs = prepare_decode(packed, computed, last_token, tables, n, *options, embedding, self._uses_pdl)
         self._embedded = None if embedding is None else inputs[1]
         return inputs
+
+    def _embedding(self, n: int) -> Embedding:
+        rooms = (self._x[:n], self._cos[:n], self._sin[:n], self._keys[:n])
+        half_norm = None
+        if n > MAX_TOKENS:
+            half_norm = (self._layers[0].qkv.norm, self._scaled[:n], self._linear.shares)
+        return Embedding(self._table, self._ropes, *rooms, self._embed_scale, half_norm)
 
     def takes(self, context: ForwardContext, num_tokens: int) -> bool:
         metadata = context.attn_metadata.get(self._layers[0].name)
@@ -261,11 +275,13 @@ class FusedCudaDecoder(FusedDecoder):
         n = len(input_ids)
         x, qkv, attended, gated = self._x[:n], self._qkv[:n], self._attended[:n], self._gated[:n]
         cos, sin, keys = self._cos[:n], self._sin[:n], self._keys[:n]
-        linear = self._linear
-        following = [layer.qkv.norm for layer in self._layers[1:]] + [None]
-        next_x, scaled = self._scaled[:n], None
+        linear, is_many = self._linear, n > MAX_TOKENS
+        # Of many tokens the last launch has the form of those before it; nothing reads what it leaves.
+        following = [layer.qkv.norm for layer in self._layers[1:]] + [self._head.norm if is_many else None]
+        next_x = self._scaled[:n]
+        scaled = Scaled(next_x, 1) if is_many else None
         if self._embedded is not input_ids:
-            embed(input_ids, positions, self._table, self._ropes, x, cos, sin, keys, self._embed_scale)
+            embed(input_ids, positions, self._embedding(n))
         self._embedded = None
         for index, layer in enumerate(self._layers):
             metadata = context.attn_metadata[layer.name]
@@ -287,6 +303,10 @@ class FusedCudaDecoder(FusedDecoder):
             scaled = linear(attended, layer.output, x, x, next_norm=norms[0], next_x=next_x)
             linear(x, layer.gate_up, gated, scaled=scaled)
             scaled = linear(gated, layer.down, x, x, next_norm=norms[1], next_x=next_x)
+        if is_many:
+            hidden = self.many_hidden[:n]
+            final_norm(x, self._head.norm, hidden, self._head.eps, self._uses_pdl)
+            return hidden
         hidden = self.hidden[:n]
         head(x, self._head, HeadBuffers(hidden, self.logits[:n], keys, self._flags), uses_pdl=self._uses_pdl)
         advance = None  # without rows of the tables, whoever gathered them moves on

@@ -10,6 +10,9 @@ from atom.kernels.reference.linear import ReferenceLinear
 from atom.kernels.reference.norm import rms_norm
 from atom.kernels.triton import batch_linear as batch
 from atom.kernels.triton.batch_linear import BatchShape, launch
+from atom.kernels.triton.decode_choices import Choice, padded
+from atom.kernels.triton.decode_linear import DecodeLinear, LinearArguments, Scaled
+from atom.kernels.triton.decode_parts import ACTIVATIONS
 from atom.kernels.triton.gated_linear import gated_linear
 from atom.platforms import get_platform
 
@@ -51,6 +54,7 @@ def test_products_are_right_and_repeat_bit_for_bit(blocks, activation):
     for num_tokens, rows, columns in CASES:
         x, weight = case(num_tokens, rows, columns)
         wanted = fused_linear(x, weight, activation=activation)
+        code = ACTIVATIONS.get(activation, 0)
         for programs in (132, 128, 61, 8):
             shape = BatchShape(*blocks, programs)
             for _ in range(2):
@@ -58,29 +62,94 @@ def test_products_are_right_and_repeat_bit_for_bit(blocks, activation):
                     (num_tokens + 512, wanted.shape[1]), float("nan"), device="cuda"
                 ).bfloat16()
                 found = whole[256 : 256 + num_tokens]
-                launch(shape, x, weight, found, activation)
+                launch(shape, x, weight, found, code)
                 assert error_of(found, wanted) < MAX_ERROR, (num_tokens, rows, columns, programs)
                 assert whole[:256].isnan().all() and whole[256 + num_tokens :].isnan().all()
                 again = torch.empty_like(found)
-                launch(shape, x, weight, again, activation)
+                launch(shape, x, weight, again, code)
                 assert torch.equal(found, again)
     assert not batch._workspace(x.device)[1].any()
 
 
-@pytest.mark.parametrize(("rows", "columns", "is_gated"), batch.MEASURED)
-def test_layers_of_models(rows, columns, is_gated):
+@pytest.mark.parametrize("num_tokens", [65, 96, 128, 200, 256])
+@pytest.mark.parametrize("blocks", [(64, 2, 128, 6), (64, 1, 128, 8)], ids=str)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("norm", "bias"),
+        ("norm", "silu"),
+        ("norm", "bias", "gelu_tanh"),
+        ("residual",),
+        ("residual", "next"),
+        ("bias", "next"),
+        ("norm", "bias", "residual", "next"),
+    ],
+    ids="+".join,
+)
+def test_what_stands_around_products_of_decode_steps(parts, blocks, num_tokens):
+    """Rows that are no multiple of a tile, few and many shares, in place as the residual stream is."""
+    activation = next((name for name in ACTIVATIONS if name in parts), None)
+    has_norm, has_next, wide = "norm" in parts, "next" in parts, padded(num_tokens)
+    for rows, columns, programs, num_shares in ((2064, 1024, 128, 3), (1024, 512, 61, 70), (200, 192, 8, 1)):
+        x, weight = case(num_tokens, rows * (1 + bool(activation)), columns)
+        norm, next_norm = (1 + torch.randn(n, device="cuda").bfloat16() / 4 for n in (columns, rows))
+        bias = torch.randn(len(weight), device="cuda").bfloat16() if "bias" in parts else None
+        residual = torch.randn(num_tokens, rows, device="cuda").bfloat16() if "residual" in parts else None
+        code = ACTIVATIONS.get(activation, 0)
+        layer = LinearArguments(weight, norm if has_norm else None, 1e-5, bias, code)
+        wanted = fused_linear(
+            x.float(), weight, norm=layer.norm, eps=1e-5, bias=bias, activation=activation, residual=residual
+        )
+        room = torch.full((256, columns), float("nan"), device="cuda").bfloat16()
+        given = room[:num_tokens]
+        given.copy_(x.float() * norm.float() if has_norm else x)
+        squares = torch.rand(num_shares, wide, device="cuda")
+        squares[:, :num_tokens] *= x.float().square().sum(1) / squares[:, :num_tokens].sum(0)
+        run = DecodeLinear(x.device, has_gluon=True, uses_pdl=True)
+        space = run._workspace
+        space.partial = torch.empty(132 * batch.SUMS, device="cuda")
+        space.arrivals = torch.zeros(264, dtype=torch.int32, device="cuda")
+        space.shares = torch.empty(128 * 256, device="cuda")
+        options = {"scaled": Scaled(given, num_shares)} if has_norm else {}
+        found = []
+        for _ in range(2):
+            space.partial.fill_(float("nan"))
+            space.shares.fill_(float("nan"))
+            space.shares[: squares.numel()] = squares.view(-1)
+            out = torch.full((num_tokens, rows), float("nan"), device="cuda").bfloat16()
+            if residual is not None:
+                out.copy_(residual)
+            next_x = torch.full_like(out, float("nan"))
+            if has_next:
+                options |= {"next_norm": next_norm, "next_x": next_x}
+            # A launch whose end the next one's beginning meets.
+            launch(BatchShape(*blocks, 128), given, weight[:rows], torch.empty_like(out))
+            left = run(
+                given, layer, out, None if residual is None else out,
+                choice=Choice("batch", (*blocks, programs)), **options,
+            )  # fmt: skip
+            assert error_of(out, wanted) < MAX_ERROR, (rows, columns)
+            assert not space.arrivals.any()
+            found.append([out])
+            if has_next:
+                assert error_of(next_x, out.float() * next_norm.float()) < MAX_ERROR
+                sums = space.shares[: left.num_shares * wide].view(-1, wide)[:, :num_tokens]
+                assert error_of(sums.sum(0), out.float().square().sum(1)) < 1e-5
+                found[-1] += [next_x, sums.clone()]
+        assert all(torch.equal(*both) for both in zip(*found, strict=True)), "the same bits again"
+
+
+@pytest.mark.parametrize(("rows", "columns"), batch.MEASURED)
+def test_gated_layers_of_models(rows, columns):
     for num_tokens in (64, 97, 128, 144, 230, 256, 490, 512, 513):
         x, weight = case(num_tokens, rows, columns)
-        if is_gated:
-            found, activation = gated_linear(x, weight, "silu"), "silu"
-        else:
-            found, activation = batch.batch_linear(x, weight), None
-        assert error_of(found, fused_linear(x, weight, activation=activation)) < MAX_ERROR, num_tokens
+        found = gated_linear(x, weight, "silu")
+        assert error_of(found, fused_linear(x, weight, activation="silu")) < MAX_ERROR, num_tokens
 
 
-@pytest.mark.parametrize("kernel", [ReferenceLinear(), batch.BatchLinear()], ids=["blas", "batch"])
-def test_sums_in_place_are_right_and_survive_graphs_and_compilation(kernel):
+def test_sums_in_place_are_right_and_survive_graphs_and_compilation():
     """Of layers behind attention and MLP; two sums and a norm between them, as a layer has."""
+    kernel = ReferenceLinear()
     for num_tokens, (rows, columns) in ((97, (1024, 2048)), (250, (4096, 4096)), (2048, (2048, 8192))):
         x, weight = case(num_tokens, rows, columns)
         start = torch.randn(num_tokens, rows, device="cuda").bfloat16()
@@ -127,23 +196,17 @@ def test_a_row_does_not_depend_on_the_others_of_its_class():
 def test_views_in_compiled_code_and_in_graphs(monkeypatch):
     """Rows of x apart, any number of tokens, replayed with other values."""
     shape = BatchShape(64, 2, 256, 4, 128)
-    choices = dict.fromkeys((96, 200, 256, 512), shape)
-    measured = {(4096, 1024, False): choices, (4096, 1024, True): choices}
-    monkeypatch.setattr(batch, "MEASURED", measured)
+    monkeypatch.setattr(batch, "MEASURED", {(4096, 1024): dict.fromkeys((96, 200, 256, 512), shape)})
     wide, weight = torch.randn(600, 2048, device="cuda").bfloat16(), case(1, 4096, 1024)[1]
     batch.reserve(weight)
 
     def product(x):
-        return (
-            torch.ops.aiter.batch_linear(x, weight),
-            torch.ops.aiter.gated_linear(x, weight, "silu") + 1,
-        )
+        return torch.ops.aiter.gated_linear(x, weight, "silu") + 1
 
     compiled = torch.compile(product, fullgraph=True, dynamic=True)
 
     def is_right(found, x):
-        wanted = fused_linear(x, weight), fused_linear(x, weight, activation="silu") + 1
-        return all(error_of(*both) < MAX_ERROR for both in zip(found, wanted, strict=True))
+        return error_of(found, fused_linear(x, weight, activation="silu") + 1) < MAX_ERROR
 
     for num_tokens in (40, 90, 256, 599):
         x = wide[:num_tokens, :1024]

@@ -19,6 +19,7 @@ from atom.kernels.triton.fused_attention_launch import (
     column_shape,
     grouped_shape,
 )
+from atom.model_ops.fused_cuda import FusedCudaDecoder
 from atom.sampling_params import SamplingParams
 from tests.helpers.core_driver import CoreDriver
 from tests.helpers.decode_case import Case
@@ -100,6 +101,16 @@ def test_norms_half_done_by_the_launch_before(shape, num_tokens):
         act = "silu" if activation else None
         wide = reference.fused_linear(stream.float(), consumer.weight, norm=norm, eps=1e-6, activation=act)
         assert error(out, wide) < BOUND, f"{before} -> {after}"
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="products of more than 64 tokens are compiled for sm_90")
+@pytest.mark.parametrize("num_tokens", [65, 96, 128, 200, 256])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_products_of_many_tokens_at_real_shapes(shape, num_tokens):
+    layers = Layers(shape, num_tokens, torch.device("cuda"), random(LAYERS_SIZE, scale=0.01))
+    for part in shape.linears:
+        choice = choices_of(shape, part, num_tokens)[0]
+        assert choice.kernel == "batch" and layers.check(part, choice) == "", f"{part} {choice}"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
@@ -203,35 +214,28 @@ def test_heads_of_real_shapes(shape, num_tokens):
     assert torch.equal(ids, buffers.logits[:, : vocab - 100].argmax(-1)) and finite.all()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("num_prompts", [1, 5])
-def test_answers_equal_those_of_the_modules(family, num_prompts, tmp_path, monkeypatch):
+def answers_of(folder, prompts, sizes, max_tokens=(24,), logprobs=None):
+    """Of greedy requests with decode graphs of ``sizes`` sequences: the driver when it has run.
+
+    ``max_tokens``: as many groups of requests, each of which ends together.
+    """
+    config = Config.build(
+        str(folder), device="cuda", dtype="bfloat16", max_num_batched_tokens=256, max_num_seqs=sizes[-1],
+        kv_cache_memory=2**24, prefix_hash_seed=1,
+        compilation_config={"level": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes},
+    )  # fmt: skip
+    driver = CoreDriver(config)
+    for number, most in enumerate(max_tokens):
+        group = {i: ids for i, ids in prompts.items() if i % len(max_tokens) == number}
+        driver.add(group, SamplingParams(temperature=0.0, max_tokens=most, logprobs=logprobs))
+    driver.run()
+    driver.check_idle()
+    return driver
+
+
+def check_alike(found):
     """In bf16 two ways differ by rounding: ids are alike until two candidates are as close as that."""
-    folder = make_tiny_model(tmp_path / family, family)
-    prompts = {i: [(i * 37 + j * 11) % 250 + 1 for j in range(6 + 17 * i)] for i in range(1, 1 + num_prompts)}
-    found = []
-    for switch in ("1", "0"):
-        monkeypatch.setenv("ATOM_FUSED_DECODE", switch)
-        answers = {}
-        for params in (
-            SamplingParams(temperature=0.0, max_tokens=24),
-            SamplingParams(temperature=0.0, max_tokens=24, logprobs=1),
-        ):
-            config = Config.build(
-                str(folder), device="cuda", dtype="bfloat16", max_num_batched_tokens=256, max_num_seqs=8,
-                kv_cache_memory=2**24, prefix_hash_seed=1,
-                compilation_config={"level": 0, "cudagraph_capture_sizes": (1, 4, 8)},
-            )  # fmt: skip
-            driver = CoreDriver(config)
-            fused = driver.core.worker.model.fused
-            assert (fused is not None) == (switch == "1")
-            driver.add(prompts, params)
-            driver.run()
-            driver.check_idle()
-            answers[params.logprobs] = driver
-        plain, logged = answers[None], answers[1]
-        assert plain.tokens == logged.tokens, "an answer does not depend on whether somebody reads logits"
-        found.append(logged)
+    num_alike = 0
     for seq_id, theirs in found[1].tokens.items():
         ours = found[0].tokens[seq_id]
         logs = [
@@ -241,3 +245,49 @@ def test_answers_equal_those_of_the_modules(family, num_prompts, tmp_path, monke
             assert abs(left.logprob - right.logprob) < 0.15, f"{seq_id} at {step}"
             if ours[step] != theirs[step]:
                 break
+            num_alike += 1
+    return num_alike / sum(map(len, found[1].tokens.values()))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("num_prompts", [1, 5])
+def test_answers_equal_those_of_the_modules(family, num_prompts, tmp_path, monkeypatch):
+    folder = make_tiny_model(tmp_path / family, family)
+    prompts = {i: [(i * 37 + j * 11) % 250 + 1 for j in range(6 + 17 * i)] for i in range(1, 1 + num_prompts)}
+    found = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("ATOM_FUSED_DECODE", switch)
+        answers = {}
+        for logprobs in (None, 1):
+            driver = answers[logprobs] = answers_of(folder, prompts, (1, 4, 8), logprobs=logprobs)
+            assert (driver.core.worker.model.fused is not None) == (switch == "1")
+        plain, logged = answers[None], answers[1]
+        assert plain.tokens == logged.tokens, "an answer does not depend on whether somebody reads logits"
+        found.append(logged)
+    check_alike(found)
+
+
+@pytest.mark.skipif(not IS_HOPPER, reason="steps of more than 64 sequences are fused on sm_90")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("num_prompts", [96, 256])
+def test_answers_of_many_sequences_equal_those_of_the_modules(family, num_prompts, tmp_path, monkeypatch):
+    """They end by quarters: steps of several buckets, without a head in the graph and with one."""
+    folder = make_tiny_model(tmp_path / family, family)
+    prompts = {i: [(i * 37 + j * 11) % 250 + 1 for j in range(3 + i % 29)] for i in range(num_prompts)}
+    found, taken, own = [], [], FusedCudaDecoder.forward
+
+    def forward(self, ids, positions):
+        taken.append(len(ids))
+        return own(self, ids, positions)
+
+    monkeypatch.setattr(FusedCudaDecoder, "forward", forward)
+    for switch in ("1", "0"):
+        monkeypatch.setenv("ATOM_FUSED_DECODE", switch)
+        taken.clear()
+        sizes = (1, 8, 24, 64, 72, 128, 256)
+        for logprobs in (None, 1):
+            found.append(answers_of(folder, prompts, sizes, (6, 12, 18, 24), logprobs))
+        assert set(taken) == (set(sizes) if switch == "1" else set())
+    assert found[0].tokens == found[1].tokens, "an answer does not depend on whether somebody reads logits"
+    assert all(len(tokens) == 6 + i % 4 * 6 for i, tokens in found[0].tokens.items())
+    assert check_alike(found[1::2]) > 0.5

@@ -5,19 +5,24 @@ import re
 
 import torch
 
-from atom.kernels.triton.batch_linear import batch_shape, launch
+from atom.kernels.triton.batch_linear import Around, BatchShape, launch
 from atom.kernels.triton.compile_ahead import recording
+from atom.kernels.triton.decode_parts import SILU
 from tests.helpers.sm90_code import compiled, resources, run_tool
 
-LINE = re.compile(r"HGMMA\.64x128x16|WARPGROUP\.DEPBAR|UTMALDG|UTMASTG")
+LINE = re.compile(r"HGMMA\.64x128x16|WARPGROUP\.DEPBAR|UTMALDG|UTMASTG|LDSM|ACQBULK")
+SHAPE = BatchShape(64, 2, 128, 6, 128)  # of gated layers of Llama-8B with 256 tokens, among others
 
 
-def facts():
-    """Of a gated layer of Llama-8B with 256 tokens, and everything in it smaller."""
-    x, weight = torch.zeros(256, 512).bfloat16(), torch.zeros(512, 512).bfloat16()
-    shape = batch_shape(28672, 4096, True, 256)
+def zeros(*size, dtype=torch.bfloat16):
+    return torch.zeros(size, dtype=dtype)
+
+
+def facts(activation, **around):
+    """Of a layer of 512 columns."""
+    out = around.get("residual", zeros(256, 256 if activation else 512))
     with recording() as recorder:
-        launch(shape, x, weight, torch.zeros(256, 256).bfloat16(), "silu")
+        launch(SHAPE, zeros(256, 512), zeros(512, 512), out, activation, around=Around(**around))
     (recorded,) = recorder.launches.values()
     binary = compiled(recorded)
     order = LINE.findall(run_tool(binary, "nvdisasm", "-c"))
@@ -26,8 +31,23 @@ def facts():
         "waits": order.count("WARPGROUP.DEPBAR"),
         "copies": order.count("UTMALDG"),
         "stores": order.count("UTMASTG"),
+        "residuals": order.count("LDSM"),
+        "waits for launches": order.count("ACQBULK"),
         "warps": binary.metadata.num_warps,
     } | resources(binary)
 
 
-print(json.dumps(facts()))
+def main():
+    shares = zeros(64, 256, dtype=torch.float32)
+    norm = {"squares": shares, "num_shares": 64, "eps": 1e-6, "stride": 256}
+    behind = {"next_norm": zeros(512), "next_x": zeros(256, 512), "next_squares": shares, "stride": 256}
+    found = {
+        "a prefill's": facts(SILU),
+        "norm": facts(0, **norm),
+        "norm + activation": facts(SILU, **norm),
+        "residual + next": facts(0, residual=zeros(256, 512), **behind),
+    }
+    print(json.dumps(found))
+
+
+main()

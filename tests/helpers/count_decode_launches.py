@@ -18,6 +18,7 @@ from atom.utils.forward_context import AttentionMetaData, ForwardContext, set_fo
 META = torch.device("meta")
 NUM_LAYERS = 3
 BATCHES = (1, 2, 8, 16, 32, 64)
+MANY = (65, 256)  # which are fused on sm_90 alone
 MODELS = {
     "qwen3-0.6b": ("qwen3", "Qwen3ForCausalLM", 1024, 16, 8, 128, 3072),
     "llama-3.2-1b": ("llama", "LlamaForCausalLM", 2048, 32, 8, 64, 8192),
@@ -57,10 +58,10 @@ def make_model(family, architecture, hidden, heads, kv_heads, dim, inner):
 def launches(model, n, is_sm90):
     fused = fused_cuda.FusedCudaDecoder(
         model.dense_decoder(), max_tokens=n, has_gluon=is_sm90, uses_pdl=is_sm90,
-        advance=(empty(65, dtype=torch.int32), empty(65, dtype=torch.int64)),
+        advance=(empty(257, dtype=torch.int32), empty(257, dtype=torch.int64)),
     )  # fmt: skip
     long, lens = empty(n, dtype=torch.int64), empty(n, dtype=torch.int32)
-    table = empty(65, 257, dtype=torch.int32)
+    table = empty(257, 257, dtype=torch.int32)
     metadata = AttentionMetaData(
         0, 0, [1] * n, [128] * n, empty(n + 1, dtype=torch.int32), lens, table, long, table_rows=long
     )
@@ -74,9 +75,8 @@ def launches(model, n, is_sm90):
     with recording(counter), set_forward_context(context):
         assert fused.takes(context, n)
         packed, tables = empty(999, dtype=torch.int32), table[None]
-        _, ids, positions, *_ = fused.prepare(
-            packed, lens, empty(65, dtype=torch.int64), tables, n, 64, 16, True
-        )
+        last = empty(257, dtype=torch.int64)
+        _, ids, positions, *_ = fused.prepare(packed, lens, last, tables, n, 256, 16, True)
         fused.forward(ids, positions)
     return counter.names
 
@@ -92,8 +92,8 @@ def main():
     found = {}
     for name, shape in MODELS.items():
         model = make_model(*shape)
-        for n in BATCHES:
-            for kind in ("sm_90", "portable"):
+        for n in BATCHES + MANY:
+            for kind in ("sm_90", "portable")[: 1 if n in MANY else 2]:
                 found[f"{name} {n} {kind}"] = launches(model, n, kind == "sm_90")
     print(json.dumps(found))
 

@@ -1,37 +1,27 @@
-"""Linear layers of 65 to 512 tokens: how programs share the work, who takes a layer and a step, what is compiled."""
+"""Products of 65 to 512 tokens: how programs share the work, who takes a layer and a step, what is compiled."""
 
 import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from atom.benchmarks import gpu_batch
 from atom.kernels.reference import activation
-from atom.kernels.reference.linear import ReferenceLinear
-from atom.kernels.registry import override_kernel, register_kernel, select_kernel, traceable_kernels
+from atom.kernels.registry import override_kernel
 from atom.kernels.triton import batch_gemm_gluon as kernels
 from atom.kernels.triton import batch_linear as batch
 from atom.kernels.triton import gated_linear as gated
 from atom.kernels.triton.batch_linear import BatchShape
 from atom.kernels.triton.compile_ahead import recording
 from atom.kernels.triton.gated_linear import GatedLinear, gated_linear
-from atom.kernels.triton.hopper import MULTIPROCESSORS
-from atom.model_ops.linear import ReplicatedLinear
-from atom.models.base import GatedMLP
-from atom.platforms import PLATFORMS, meta_stands_for
-from atom.utils.call_description import describe
-from tests.helpers.gated_layers import Ampere, Hopper, give_cpu_gated_layers
+from atom.kernels.triton.hopper import MULTIPROCESSORS, rows_there
+from tests.helpers.gated_layers import give_cpu_gated_layers
 from tests.helpers.own_process import json_of
 from tests.helpers.tiny_model import make_tiny_model
 from tests.model_engine.test_graph_modes import run
 
 SHAPE = BatchShape(64, 2, 256, 4, 128)
-SMALL = {  # what the tests measured
-    (512, 256, False): {256: SHAPE, 512: SHAPE},
-    (512, 256, True): {128: BatchShape(128, 2, 128, 4, 128), 256: SHAPE},
-}
-LAYER = {"in_features": 256, "out_features": 512, "dtype": torch.bfloat16}
+SMALL = {(512, 256): {128: BatchShape(128, 2, 128, 4, 128), 256: SHAPE}}  # what the tests measured
 
 
 @pytest.fixture
@@ -83,57 +73,49 @@ def test_every_step_is_done_once_and_every_sum_left_is_waited_for(num_tiles, ste
     assert not left
 
 
-def fits(shape, rows, columns, is_gated, num_tokens):
+def fits(shape, rows, columns, num_tokens, **what):
     assert rows % (shape.rows * shape.groups) == 0 and columns % batch.STEP == 0
     assert shape.rows * shape.groups * shape.tokens <= batch.SUMS
     token_tiles = -(-num_tokens // shape.tokens)
-    assert token_tiles <= shape.programs <= MULTIPROCESSORS
-    ring = shape.stages * (shape.rows * shape.groups + shape.tokens) * batch.STEP * 2
-    out_rows = shape.rows // (1 + is_gated)
-    room = 2 * shape.groups * batch.chunk_tokens(shape.tokens, out_rows) * out_rows * 2
-    return ring + room <= 226 * 1024  # of shared memory; barriers take some too
+    programs = shape.num_programs(rows, columns, num_tokens)
+    assert programs % token_tiles == 0 and 0 < programs <= shape.programs <= MULTIPROCESSORS
+    stages = shape.stages_there(**what)
+    assert 2 <= stages <= shape.stages
+    ring = stages * (shape.rows * shape.groups + shape.tokens) * batch.STEP * 2
+    out_rows = shape.rows // (1 + what["is_gated"])
+    room = shape.buffers(**what) * shape.groups * shape.chunk(**what) * out_rows * 2
+    return ring + room <= 226 * 1024  # of shared memory; barriers and reductions take some too
 
 
-@pytest.mark.parametrize(("rows", "columns", "is_gated"), batch.MEASURED)
-def test_what_was_measured_fits_the_device(rows, columns, is_gated):
-    for num_tokens, shape in batch.MEASURED[rows, columns, is_gated].items():
+@pytest.mark.parametrize(("rows", "columns"), batch.MEASURED)
+def test_what_was_measured_fits_the_device(rows, columns):
+    for num_tokens, shape in batch.MEASURED[rows, columns].items():
         assert 65 <= num_tokens <= 512
-        assert fits(shape, rows, columns, is_gated, num_tokens)
+        assert fits(shape, rows, columns, num_tokens, is_gated=True, has_residual=False, has_next=False)
 
 
-def test_what_the_benchmark_measures_fits_the_device_and_has_the_choices():
+def test_what_decode_steps_and_the_benchmark_take_fits_the_device():
     for layer in (layer for layers in gpu_batch.MODELS.values() for layer in layers):
         is_gated = layer.activation is not None
         for num_tokens in gpu_batch.TOKENS:
-            shapes = list(gpu_batch.variants(layer, num_tokens))
-            assert all(fits(shape, layer.rows, layer.columns, is_gated, num_tokens) for shape in shapes)
-            chosen = batch.batch_shape(layer.rows, layer.columns, is_gated, num_tokens)
-            assert chosen is None or chosen in shapes, (layer, num_tokens)
+            shapes = [*gpu_batch.variants(layer, num_tokens), gpu_batch.chosen(layer, num_tokens)]
+            for shape in shapes:
+                for has_residual in {False, not is_gated}:
+                    for has_next in {False, not is_gated}:
+                        assert fits(
+                            shape, layer.rows, layer.columns, num_tokens,
+                            is_gated=is_gated, has_residual=has_residual, has_next=has_next,
+                        )  # fmt: skip
 
 
 def test_a_choice_depends_on_the_class_of_the_number_of_tokens(measured):
-    def chosen(num_tokens, is_gated=False):
-        return batch.batch_shape(512, 256, is_gated, num_tokens)
+    def chosen(num_tokens):
+        return batch.batch_shape(512, 256, num_tokens)
 
-    assert [chosen(n) for n in (1, 64, 128, 224, 257, 480, 513)] == [None] * 7
-    assert [chosen(n) for n in (225, 256, 481, 512)] == [SHAPE] * 4
-    assert chosen(97, True) == chosen(128, True) == SMALL[512, 256, True][128]
-    assert chosen(96, True) is None and chosen(300, True) is None
-    assert batch.batch_shape(512, 320, False, 250) is None
-
-
-def kernel_of(platform, **traits):
-    with meta_stands_for(platform("a test")):
-        return select_kernel("linear", device=torch.device("meta"), **LAYER | traits)
-
-
-def test_measured_layers_of_hopper_take_it_and_no_others(measured):
-    assert isinstance(kernel_of(Hopper), batch.BatchLinear)
-    assert isinstance(kernel_of(Hopper, gated_by="silu"), GatedLinear)  # which asks for measured shapes
-    for traits in ({"has_bias": True}, {"dtype": torch.float16}, {"in_features": 320}, {"out_features": 640}):
-        assert not isinstance(kernel_of(Hopper, **traits), batch.BatchLinear), traits
-    assert type(kernel_of(Ampere)) is ReferenceLinear
-    assert type(kernel_of(PLATFORMS["rocm"])) is ReferenceLinear
+    assert [chosen(n) for n in (1, 64, 96, 129, 224, 257, 513)] == [None] * 7
+    assert [chosen(n) for n in (225, 256)] == [SHAPE] * 2
+    assert chosen(97) == chosen(128) == SMALL[512, 256][128]
+    assert batch.batch_shape(512, 320, 250) is None
 
 
 def launched(call):
@@ -142,30 +124,25 @@ def launched(call):
     return [launch.kernel.fn.__name__ for launch in recorder.launches.values()]
 
 
-def test_steps_outside_and_what_cannot_be_read_go_to_cublas(measured):
+def test_steps_outside_and_what_cannot_be_read_go_elsewhere(measured):
     x, weight = torch.zeros(600, 256).bfloat16(), torch.zeros(512, 256).bfloat16()
-    for num_tokens, by_kernel in ((64, False), (128, False), (240, True), (512, True), (513, False)):
-        names = launched(lambda n=num_tokens: batch.batch_linear(x[:n], weight))
-        assert names == ["batch_gemm"] * by_kernel, num_tokens
+    for num_tokens, by_kernel in ((64, False), (128, True), (240, True), (512, False)):
         names = launched(lambda n=num_tokens: gated_linear(x[:n], weight, "silu"))
-        assert ("batch_gemm" in names) == (num_tokens in (128, 240)), num_tokens
+        assert ("batch_gemm" in names) == by_kernel, num_tokens
     for other in (
         torch.zeros(256, 250).bfloat16().t(),
         torch.zeros(250, 257).bfloat16()[:, :256],
         torch.zeros(250, 264).bfloat16()[:, 4:260],  # not at a multiple of 16 bytes
         x[:250].half(),
     ):
-        assert launched(lambda x=other: batch.batch_linear(x, weight.to(x.dtype))) == []
+        assert batch.gated_product(other, weight.to(other.dtype), "silu") is None
 
 
-def test_sums_take_the_memory_of_their_total(measured, monkeypatch):
-    monkeypatch.setattr(batch, "launch", lambda shape, x, weight, output, activation: output.fill_(2.0))
-    x, weight = torch.randn(300, 256).bfloat16(), torch.randn(512, 256).bfloat16()
-    for num_tokens, by_kernel in ((240, True), (300, False)):
-        total = torch.ones(num_tokens, 512).bfloat16()
-        assert batch.BatchLinear().add_to(total, x[:num_tokens], weight, None) is total
-        wanted = torch.full_like(total, 3.0) if by_kernel else F.linear(x.float(), weight.float()) + 1
-        torch.testing.assert_close(total.float(), wanted.float(), rtol=1e-2, atol=1e-1)
+def test_rows_behind_the_last_are_read_where_there_are_some():
+    room = torch.zeros(200, 64)
+    assert [rows_there(room[:n], 128) for n in (65, 128)] == [128, 128]
+    assert rows_there(room[150:170], 128) == 50 and rows_there(room, 256) == 200
+    assert rows_there(room[:70, 32:], 256) == 200 and rows_there(room.view(100, 128)[:7, 8:72], 256) == 100
 
 
 def test_one_kernel_serves_all_layers_and_numbers_of_tokens_that_share_blocks():
@@ -180,47 +157,11 @@ def test_one_kernel_serves_all_layers_and_numbers_of_tokens_that_share_blocks():
     assert len(specialised) == len(constants) == 1
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """Layers of the CPU take it too: what it leaves to cuBLAS runs here."""
-    give_cpu_gated_layers(monkeypatch)
-    register_kernel(
-        "linear", "here", priority={"cpu": 99}, supports=lambda platform, gated_by=None, **_: gated_by is None
-    )(batch.BatchLinear())
-
-
 def test_what_some_number_of_tokens_takes_is_compiled_ahead(measured):
     weight = torch.zeros(512, 256).bfloat16()
-    with recording() as recorder:
-        batch.BatchLinear().rehearse(weight, 4096)
-    assert len(recorder.launches) == 1  # both choices are one kernel
-    assert launched(lambda: batch.BatchLinear().rehearse(weight, 225)) == ["batch_gemm"]
-    assert launched(lambda: batch.BatchLinear().rehearse(weight, 224)) == []  # no step is so long
-    assert "batch_gemm" in launched(lambda: GatedLinear("silu").rehearse(weight, 4096))
-
-
-def test_compiled_code_sees_one_op_a_layer_for_any_number_of_tokens(on_cpu):
-    with traceable_kernels():
-        mlp = GatedMLP(256, 96, "silu")
-    assert isinstance(mlp.down_proj.kernel, batch.BatchLinear)
-    for linear in (mlp.gate_up_proj, mlp.down_proj):
-        torch.nn.init.normal_(linear.weight, std=1 / 16)
-        linear.after_load()
-    assert mlp.gate_up_proj.is_activated
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(mlp, backend=backend, fullgraph=True, dynamic=True)
-    for num_tokens in (7, 30):
-        x = torch.randn(num_tokens, 256)
-        wanted = F.linear(activation.silu_and_mul(F.linear(x, mlp.gate_up_proj.weight)), mlp.down_proj.weight)
-        torch.testing.assert_close(compiled(x), wanted, rtol=1e-3, atol=1e-3)
-    (graph,) = graphs
-    targets = [node.target for node in graph.graph.nodes]
-    assert targets.count(torch.ops.aiter.gated_linear) == targets.count(torch.ops.aiter.batch_linear) == 1
+    for most, count in ((4096, 2), (225, 2), (224, 1), (96, 0)):  # none where no step is so long
+        names = launched(lambda n=most: GatedLinear("silu").rehearse(weight, n))
+        assert names.count("batch_gemm") == count, most
 
 
 def test_compiled_code_follows_a_table_that_changes(monkeypatch):
@@ -234,56 +175,43 @@ def test_compiled_code_follows_a_table_that_changes(monkeypatch):
         return graph.forward
 
     def product(x):
-        plain = torch.ops.aiter.batch_linear(x, weight)
-        return plain, torch.ops.aiter.gated_linear(x, weight, "silu")
+        return torch.ops.aiter.gated_linear(x, weight, "silu")
 
     monkeypatch.setitem(gated.ACTIVATIONS, "silu", activation.silu_and_mul)
     compiled = torch.compile(product, backend=backend, fullgraph=True, dynamic=True)
     for table, is_launched in (({}, False), (SMALL, True), ({}, False)):
         monkeypatch.setattr(batch, "MEASURED", table)
-        assert [bool((found == -1.0).all()) for found in compiled(x)] == [is_launched] * 2
+        assert bool((compiled(x) == -1.0).all()) == is_launched
     assert len(graphs) == 1
 
 
-def test_a_layer_that_takes_another_kernel_needs_another_plan(monkeypatch):
-    """Tracing bakes the kernel's class into code; a plan that stands in for tracing is kept by it."""
-
-    def description(table):
-        monkeypatch.setattr(batch, "MEASURED", table)
-        with meta_stands_for(Hopper("a test")), torch.device("meta"):
-            layer = ReplicatedLinear(256, 512, False)
-        layer.after_load()
-        return type(layer.kernel), describe(layer, ["atom"])
-
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        (without, plain), (taken, changed), (_, again) = map(description, ({}, SMALL, {}))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert without is ReferenceLinear and taken is batch.BatchLinear
-    assert plain == again != changed
-
-
 @pytest.mark.parametrize("level", [0, 1, 3])
-def test_steps_say_the_same_at_every_level(level, on_cpu, tmp_path, monkeypatch):
+def test_steps_say_the_same_at_every_level(level, tmp_path, monkeypatch):
+    give_cpu_gated_layers(monkeypatch)
     folder = make_tiny_model(tmp_path / "model", "llama")
     asked = []
-    monkeypatch.setattr(batch, "batch_shape", lambda *shape: asked.append(shape[2:]))
+    monkeypatch.setattr(batch, "batch_shape", lambda *shape: asked.append(shape))
     compilation = {"level": level, "use_inductor": False, "cache_dir": str(tmp_path / "compiled")}
     steps = {mode: run(folder, mode, compilation=compilation).tokens for mode in ("NONE", "FULL")}
-    assert {is_gated for is_gated, _ in asked} == {False, True}
-    assert len({num_tokens for _, num_tokens in asked}) > 2  # decode steps too, and a prefill's
+    assert len({num_tokens for _, _, num_tokens in asked}) > 2  # decode steps too, and a prefill's
     with override_kernel("linear", "reference"):
         wanted = run(folder, "NONE").tokens
     assert steps == {"NONE": wanted, "FULL": wanted}
 
 
 def test_the_kernel_compiles_for_sm_90(tmp_path):
-    facts = json_of("compile_batch_for_sm90.py", tmp_path)
-    assert facts["warps"] == 12
-    assert facts["products"] == 8  # four a step for each of two groups of warps
-    assert facts["waits"] == 4  # in the loop and behind it: nothing was serialised
+    found = json_of("compile_batch_for_sm90.py", tmp_path)
+    facts = found["a prefill's"]
     assert facts["copies"] == 5  # two of weights before the wait, all three in the loop
-    assert facts["stores"] > 0 and facts["spilled"] == 0
-    assert facts["wide"] == 32  # sums of others come by 16 bytes, all asked for at once
-    assert facts["shared"] <= 227 * 1024
+    assert facts["waits for launches"] == 1 and facts["residuals"] == 0
+    assert found["norm + activation"]["waits for launches"] == 3  # the others read sums of squares
+    facts = found["residual + next"]
+    assert facts["copies"] == 7  # of two groups of warps the residual
+    assert facts["residuals"] == 16  # by eight bytes a lane and matrix
+    for name, facts in found.items():
+        assert facts["warps"] == 12
+        assert facts["products"] == 8, name  # four a step for each of two groups of warps
+        assert facts["waits"] == 4, name  # in the loop and behind it: nothing was serialised
+        assert facts["stores"] > 0 and facts["spilled"] == 0, name
+        assert facts["wide"] == 32, name  # sums of others come by 16 bytes, all asked for at once
+        assert facts["shared"] <= 227 * 1024, name

@@ -12,6 +12,7 @@ from atom.kernels.triton.compile_ahead import recording
 from atom.model_ops.linear import GateUpParallelLinear, QKVParallelLinear
 from atom.models.base import GatedMLP
 from atom.platforms import PLATFORMS, meta_stands_for
+from atom.utils.call_description import describe
 from tests.helpers.gated_layers import Ampere, Hopper, give_cpu_gated_layers
 from tests.helpers.own_process import json_of
 
@@ -56,6 +57,24 @@ def test_only_the_gated_layer_of_a_model_takes_it():
         one.after_load()
     assert layer.is_activated and layer.packed is not None and layer.weight is not None
     assert not biased.is_activated
+
+
+def test_a_layer_that_takes_another_kernel_needs_another_plan():
+    """Tracing bakes the kernel's class into code; a plan that stands in for tracing is kept by it."""
+
+    def description(platform):
+        with meta_stands_for(platform("a test")), torch.device("meta"):
+            layer = GateUpParallelLinear(512, 1024, "silu", bias=False)
+        layer.after_load()
+        return type(layer.kernel), describe(layer, ["atom"])
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        (taken, changed), (without, plain), (_, again) = map(description, (Hopper, Ampere, Ampere))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert without is ReferenceLinear and taken is gated.GatedLinear
+    assert plain == again != changed
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh"])

@@ -10,6 +10,7 @@ from torch.nn.attention import varlen
 from atom.benchmarks import gpu_kernels
 from atom.kernels.triton import decode_table, prefill_table
 from atom.kernels.triton.decode_choices import (
+    BATCH_CLASSES,
     CLASSES,
     Choice,
     LinearShape,
@@ -101,7 +102,7 @@ def test_a_choice_that_does_not_serve_its_layer_is_not_used(tokens, kernel, bloc
 def test_every_usual_choice_and_every_candidate_may_be_kept():
     for n, k, has_activation in MEASURED_DECODES:
         shape = LinearShape(n, k, int(has_activation))
-        for most in CLASSES:
+        for most in CLASSES + BATCH_CLASSES[:2]:
             choices = [default_choice(shape, most, True), *candidates(shape, most, True)]
             assert all(fits(choice, shape, most) for choice in choices), (shape, most)
 

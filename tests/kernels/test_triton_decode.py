@@ -6,6 +6,7 @@ import torch
 from atom.kernels.reference import decode as reference
 from atom.kernels.triton import fused_attention_launch
 from atom.kernels.triton.decode_choices import (
+    BATCHES,
     MAX_TOKENS,
     MEASURED,
     NEED_GLUON,
@@ -13,8 +14,10 @@ from atom.kernels.triton.decode_choices import (
     LinearShape,
     candidates,
     default_choice,
+    fits,
     fits_ring,
     fits_tile,
+    serves,
     token_class,
 )
 from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, Scaled, head
@@ -117,6 +120,55 @@ def test_a_norm_may_be_half_done_by_the_launch_before_it(producer, consumer, dty
     assert close(out, wanted)
     run(stream, layer, usual, choice=consumer)
     assert error(out, usual) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("num_tokens", [65, 96, 128, 129, 256, 257, 512])
+def test_shapes_of_models_have_a_choice_of_many_tokens_on_sm_90(num_tokens):
+    for n, k, has_activation in MEASURED:
+        shape = LinearShape(n, k, int(has_activation))
+        choice = default_choice(shape, num_tokens, True)
+        assert choice.kernel == "batch" and serves(shape, num_tokens, True)
+        assert choice == default_choice(shape, token_class(num_tokens), True)
+        assert fits(choice, shape, token_class(num_tokens)) and not fits(choice, shape, MAX_TOKENS)
+        assert not serves(shape, num_tokens, False)
+        with pytest.raises(ValueError, match=f"no kernel of decode steps serves .* and {num_tokens} tokens"):
+            default_choice(shape, num_tokens, False)
+    assert {key[:3] for key in BATCHES} == set(MEASURED)
+
+
+def test_what_serves_many_tokens_follows_a_rule():
+    for n, k, activation, is_served in (
+        (64, 64, 0, True),
+        (1000, 1920, 0, True),
+        (8960, 1536, 1, True),
+        (50000, 8192, 0, True),
+        (1000, 1000, 0, False),  # columns are brought by 64
+        (1004, 1024, 0, False),  # rows of results begin at multiples of 16 bytes
+    ):
+        shape = LinearShape(n, k, activation)
+        for num_tokens in (65, 128, 256, 512):
+            assert serves(shape, num_tokens, True) == is_served, shape
+            if is_served:
+                *_, tokens, _, programs = default_choice(shape, num_tokens, True).blocks
+                assert -(-num_tokens // tokens) <= programs <= 132
+        assert serves(shape, 64, True) and not serves(shape, 513, True)
+
+
+@pytest.mark.parametrize("num_tokens", [128, 256])
+def test_what_is_tried_of_many_tokens_covers_its_shape(num_tokens):
+    for n, k, has_activation in MEASURED:
+        shape = LinearShape(n, k, int(has_activation))
+        tried = list(candidates(shape, num_tokens, True))
+        assert len(tried) == len(set(tried)) >= 3
+        assert all(fits(choice, shape, num_tokens) for choice in tried)
+
+
+def test_a_norm_of_many_tokens_must_be_half_done():
+    layer = linear(64, 64, None, HALF, True, False)
+    run = DecodeLinear(layer.weight.device, has_gluon=True)
+    x = random(65, 64, dtype=HALF)
+    with pytest.raises(ValueError, match="the norm of 65 tokens is not half done"):
+        run(x, layer, torch.empty_like(x))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 32, 33, 64])
@@ -468,13 +520,18 @@ def test_embedding_rotations_and_final_norm():
     x, out = (torch.empty(2, 48, dtype=HALF, device=DEVICE) for _ in range(2))
     cos, sin = (torch.empty(2, 2, 16, dtype=HALF, device=DEVICE) for _ in range(2))
     keys = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    embed(ids, positions, table, (inv_freq, sign, factor), x, cos, sin, keys, scale=6.5)
+    norm, squares = random(48), torch.zeros(9, device=DEVICE)
+    next_x = torch.empty_like(x)
+    embedding = Embedding(table, (inv_freq, sign, factor), x, cos, sin, keys, 6.5)
+    embed(ids, positions, embedding)
     assert torch.equal(x, table[ids] * 6.5)
+    embed(ids, positions, embedding._replace(half_norm=(norm, next_x, squares)))
+    assert torch.equal(x, table[ids] * 6.5) and torch.equal(next_x, (x.float() * norm).to(HALF))
+    assert torch.allclose(squares[:2], x.float().square().sum(1)) and not squares[2:].any()
     angle = positions[:, None, None].float() * inv_freq
     assert torch.allclose(cos.float(), angle.cos() * factor[:, None], atol=1e-2)
     assert torch.allclose(sin.float(), angle.sin() * sign, atol=2e-2)
     assert keys.tolist() == [LOWEST_KEY] * 2
-    norm = random(48)
     final_norm(x, norm, out, 1e-6)
     assert close(out, reference.fused_linear(x, torch.eye(48, device=DEVICE), norm=norm, eps=1e-6))
 
@@ -502,11 +559,20 @@ def test_a_launch_that_prepares_may_embed_too(is_padded):
     given = packed, computed, last_token, tables, 3, 4, 4, is_padded
     rope = torch.rand(2, 16, device=DEVICE), random(2, 16), torch.tensor([1.0, 1.5], device=DEVICE)
     table = random(50, 48, dtype=HALF)
-    rooms = []
-    for _ in range(2):
-        x, angles = torch.empty(3, 48, dtype=HALF, device=DEVICE), torch.empty(2, 3, 2, 16, device=DEVICE)
-        rooms.append((x, *angles.unbind(), torch.zeros(3, dtype=torch.int64, device=DEVICE)))
-    apart, together = prepare_decode(*given), prepare_decode(*given, Embedding(table, rope, *rooms[0], 2.0))
-    embed(apart[1], apart[2], table, rope, *rooms[1], 2.0)
-    for found, wanted in zip((*together, *rooms[0]), (*apart, *rooms[1]), strict=True):
-        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+    for norm in (None, random(48)):
+        rooms, halves = [], []
+        for _ in range(2):
+            x, angles = torch.empty(3, 48, dtype=HALF, device=DEVICE), torch.empty(2, 3, 2, 16, device=DEVICE)
+            rooms.append((x, *angles.unbind(), torch.zeros(3, dtype=torch.int64, device=DEVICE)))
+            halves.append((torch.zeros_like(x), torch.zeros(3, device=DEVICE)))
+        begin, embedding = (
+            Embedding(table, rope, *room, 2.0, None if norm is None else (norm, *half))
+            for room, half in zip(rooms, halves, strict=True)
+        )
+        apart, together = prepare_decode(*given), prepare_decode(*given, begin)
+        embed(apart[1], apart[2], embedding)
+        for found, wanted in zip(
+            (*together, *rooms[0], *halves[0]), (*apart, *rooms[1], *halves[1]), strict=True
+        ):
+            assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+        assert halves[0][1].all() == (norm is not None)

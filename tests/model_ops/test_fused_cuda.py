@@ -181,6 +181,23 @@ def test_steps_that_are_not_pure_decodes_are_left_alone(folders):
         assert not fused.takes(context, sum(lens))
 
 
+def test_steps_of_many_sequences_are_taken_where_kernels_serve_all_their_products(folders, monkeypatch):
+    decoder = plain_model(folders["llama"]).dense_decoder()
+    assert fused_cuda_decoder(decoder, CPU, max_tokens=256)[0].max_tokens == 64, "portable kernels"
+    fused = FusedCudaDecoder(decoder, max_tokens=100, has_gluon=True)
+    assert fused.max_tokens == 100 and len(fused._x) == len(fused._gated) == 128
+    assert len(fused.logits) == len(fused.hidden) == 64 and len(fused.many_hidden) == 100
+    assert FusedCudaDecoder(decoder, max_tokens=4096, has_gluon=True).max_tokens == 512
+    for hidden, is_done in ((fused.many_hidden[:70], False), (fused.hidden[:7], True)):
+        head = HeadWork(np.arange(len(hidden)), 0, True, False)
+        fused.finish(head, hidden)
+        assert head.is_done == is_done, "the head of many sequences is left to the model"
+    first = fused._embedding(65).half_norm
+    assert first[0] is fused._layers[0].qkv.norm and fused._embedding(64).half_norm is None
+    monkeypatch.setattr(fused_cuda, "serves", lambda shape, n, has_gluon: shape.K != 128)
+    assert FusedCudaDecoder(decoder, max_tokens=100, has_gluon=True).max_tokens == 64
+
+
 def test_the_engine_says_the_same_with_fused_decoding(folders, monkeypatch):
     """Greedy requests beside one that is sampled, whose steps need logits: whole answers."""
     greedy = SamplingParams(temperature=0.0, max_tokens=5)

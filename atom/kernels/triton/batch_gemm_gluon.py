@@ -9,6 +9,9 @@ in the order of programs. It waits only for what others do first, so nobody wait
 numbers, which a device starts before it, so that they need not all run at a time.
 
 A gated product has gate and up rows alternating by eights, which brings both to the same thread.
+
+In a decode step the launch before has left half of a norm, as for ``gemm_tile``: sums are multiplied by the other half.
+A residual comes by the copy engine while the product is made, to where the result leaves from.
 """
 
 from triton.experimental import gluon
@@ -75,13 +78,8 @@ def _bring_rows(
 def _produce(
     weight,
     x,
-    w_ring,
-    x_ring,
-    full,
-    empty,
-    num_tiles,
-    token_tiles,
-    steps,
+    rings,
+    share,
     IS_GATED: gl.constexpr,
     GROUPS: gl.constexpr,
     ROWS: gl.constexpr,
@@ -90,6 +88,8 @@ def _produce(
     PDL: gl.constexpr,
 ):
     """The warp that brings both operands."""
+    w_ring, x_ring, full, empty = rings
+    num_tiles, token_tiles, steps = share
     tokens, number, programs, begin, end = _own_share(num_tiles, token_tiles, steps)
     last = (end - 1) // steps
     if PDL:
@@ -139,6 +139,33 @@ def _halves(value, ROWS: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def _norm_factor(squares, num_shares, stride, first, columns, eps, TOKENS: gl.constexpr, SUM: gl.constexpr):
+    """What the norm multiplies the sums of each token by, ``[TOKENS]``; of tokens that are none, anything."""
+    SPREAD: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
+    AT_ONCE: gl.constexpr = 8192 // max(TOKENS, 128)  # 64 numbers a thread
+    share = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, SPREAD))[:, None]
+    token = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, SPREAD))[None, :]
+    total = gl.zeros([AT_ONCE, TOKENS], gl.float32, SPREAD)
+    for start in range(0, num_shares, AT_ONCE):
+        is_there = (start + share < num_shares) & (token < stride)
+        total += gl.load(squares + (start + share) * stride + token, mask=is_there, other=0.0)
+    return gl.convert_layout(gl.rsqrt(gl.sum(total, 0) / columns + eps), gl.SliceLayout(0, SUM))
+
+
+@gluon.jit
+def _row_values(vector, place, N, ROWS: gl.constexpr, IS_GATED: gl.constexpr, SUM: gl.constexpr):
+    """Of ``vector [N]``, gated ``[2 N]``, what belongs to the rows of a tile whose results begin at ``place``."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SUM))
+    if IS_GATED:
+        column = place + row // 16 * 8 + row % 8
+        spot = column + row // 8 % 2 * N
+    else:
+        column = place + row
+        spot = column
+    return gl.load(vector + spot, mask=column < N, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def _store_tokens(
     out,
     room,
@@ -146,7 +173,7 @@ def _store_tokens(
     tokens,
     row,
     turn,
-    PART: gl.constexpr,
+    FIRST: gl.constexpr,
     ROWS: gl.constexpr,
     TOKENS: gl.constexpr,
     CHUNK: gl.constexpr,
@@ -154,12 +181,12 @@ def _store_tokens(
     """Write ``value [ROWS, TOKENS]`` transposed, by as many tokens as a buffer has."""
     if TOKENS > CHUNK:
         first, second = _halves(value, ROWS, TOKENS)
-        turn = _store_tokens(out, room, first, tokens, row, turn, PART, ROWS, TOKENS // 2, CHUNK)
+        turn = _store_tokens(out, room, first, tokens, row, turn, FIRST, ROWS, TOKENS // 2, CHUNK)
         turn = _store_tokens(
-            out, room, second, tokens + TOKENS // 2, row, turn, PART, ROWS, TOKENS // 2, CHUNK
+            out, room, second, tokens + TOKENS // 2, row, turn, FIRST, ROWS, TOKENS // 2, CHUNK
         )
     else:
-        buffer = room.index(2 * PART + turn % 2)
+        buffer = room.index(FIRST + turn % 2)
         tma.store_wait(1)
         barrier()
         buffer.permute((1, 0)).store(value)
@@ -171,18 +198,25 @@ def _store_tokens(
 
 
 @gluon.jit
+def _store_squares(wide, squares, tokens, num_tokens, ROWS: gl.constexpr, TOKENS: gl.constexpr):
+    """Write the tile's share of each token's sum of squares, by 64 tokens: adding up takes shared memory."""
+    if TOKENS > 64:
+        first, second = _halves(wide, ROWS, TOKENS)
+        _store_squares(first, squares, tokens, num_tokens, ROWS, TOKENS // 2)
+        _store_squares(second, squares, tokens + TOKENS // 2, num_tokens, ROWS, TOKENS // 2)
+    else:
+        token = tokens + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, wide.type.layout))
+        gl.store(squares + token, gl.sum(wide * wide, 0), mask=token < num_tokens)
+
+
+@gluon.jit
 def _consume(
-    w_ring,
-    x_ring,
-    full,
-    empty,
-    out,
+    rings,
     room,
-    partial,
-    flags,
-    num_tiles,
-    token_tiles,
-    steps,
+    sums,
+    share,
+    before,
+    behind,
     PART: gl.constexpr,
     ACTIVATION: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -190,23 +224,50 @@ def _consume(
     TOKENS: gl.constexpr,
     CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
+    HAS_NORM: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    HAS_NEXT: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """Four warps with part ``PART`` of every tile's rows."""
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     OUT_ROWS: gl.constexpr = ROWS // 2 if ACTIVATION else ROWS
-    dtype: gl.constexpr = x_ring.dtype
+    IS_GATED: gl.constexpr = ACTIVATION > 0
+    FIRST: gl.constexpr = PART * (room.shape[0] // GROUPS)
+    w_ring, x_ring, full, empty = rings
+    partial, flags = sums
+    num_tiles, token_tiles, steps = share
+    squares_in, num_shares, eps, bias, stride = before
+    out, residual, has_come, next_norm, next_out, squares_out = behind
     tokens, number, programs, begin, end = _own_share(num_tiles, token_tiles, steps)
     IMAGE: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
     chunk = gl.arange(0, ROWS * TOKENS // 512, layout=gl.SliceLayout(1, gl.SliceLayout(2, IMAGE)))
     thread = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(2, IMAGE)))
     inner = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, IMAGE)))
     spot = (chunk[:, None] * 512 + thread[None, :] * 4)[:, :, None] + inner[None, None, :]
+    if PDL and (HAS_NORM or HAS_RESIDUAL):
+        gdc_wait()
+    if HAS_NORM:
+        factor = _norm_factor(squares_in, num_shares, stride, tokens * TOKENS, steps * BK, eps, TOKENS, SUM)
     last = (end - 1) // steps
     taken = 0
     turn = 0
     for back in range(0, last - begin // steps + 1):
         tile = last - back
+        place = (tile * GROUPS + PART) * OUT_ROWS
         first_step, end_step = _bounds(tile, begin, end, steps)
+        if HAS_NEXT:
+            next_factor = _row_values(next_norm, place, out.shape[1], ROWS, IS_GATED, SUM)
+        if HAS_BIAS:
+            offset = _row_values(bias, place, out.shape[1], ROWS, IS_GATED, SUM)
+        if HAS_RESIDUAL:  # noqa: SIM102 - decided while it is compiled
+            if end_step == steps:
+                # To where the result will leave from, once what left has left.
+                tma.store_wait(0)
+                barrier()
+                mbarrier.expect(has_come.index(PART), OUT_ROWS * TOKENS * 2)
+                bring(residual, [tokens * TOKENS, place], has_come.index(PART), room.index(FIRST))
         acc = gl.zeros([ROWS, TOKENS], gl.float32, SUM)
         for step in range(first_step, end_step):
             stage = taken % STAGES
@@ -233,26 +294,63 @@ def _consume(
                 barrier()
                 acc += _matrix(gl.load(partial + slot * (ROWS * TOKENS) + spot), ROWS, TOKENS, SUM)
                 gl.store(flags + slot, 0)
+            if HAS_NORM:
+                acc *= factor[None, :]
+            if HAS_BIAS:
+                acc += offset[:, None]
             if ACTIVATION:
                 pairs = gl.permute(gl.reshape(acc, (ROWS // 16, 2, 8, TOKENS)), (0, 2, 3, 1))
                 gate, up = gl.split(pairs)
-                value = gl.reshape(activate(gate, up, ACTIVATION), (OUT_ROWS, TOKENS)).to(dtype)
+                value = gl.reshape(activate(gate, up, ACTIVATION), (OUT_ROWS, TOKENS))
             else:
-                value = acc.to(dtype)
-            place = (tile * GROUPS + PART) * OUT_ROWS
-            turn = _store_tokens(
-                out, room, value, tokens * TOKENS, place, turn, PART, OUT_ROWS, TOKENS, CHUNK
-            )
+                value = acc
+            if HAS_RESIDUAL:
+                mbarrier.wait(has_come.index(PART), turn & 1)
+                value += room.index(FIRST).permute((1, 0)).load(value.type.layout).to(gl.float32)
+            narrow = value.to(out.dtype)
+            if HAS_RESIDUAL or HAS_NEXT:
+                if not HAS_RESIDUAL:
+                    tma.store_wait(0)
+                    barrier()
+                room.index(FIRST).permute((1, 0)).store(narrow)
+                wide = narrow.to(gl.float32)
+                if HAS_NEXT:
+                    next_value = wide * gl.convert_layout(
+                        next_factor, gl.SliceLayout(1, value.type.layout)
+                    ).expand_dims(1)
+                    room.index(FIRST + 1).permute((1, 0)).store(next_value.to(out.dtype))
+                fence_async_shared()
+                barrier()
+                write(out, [tokens * TOKENS, place], room.index(FIRST))
+                if HAS_NEXT:
+                    write(next_out, [tokens * TOKENS, place], room.index(FIRST + 1))
+                    if place < out.shape[1]:
+                        squares = squares_out + (tile * GROUPS + PART) * stride
+                        _store_squares(wide, squares, tokens * TOKENS, out.shape[0], OUT_ROWS, TOKENS)
+                turn += 1
+            else:
+                turn = _store_tokens(
+                    out, room, narrow, tokens * TOKENS, place, turn, FIRST, OUT_ROWS, TOKENS, CHUNK
+                )
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_tiles", "token_tiles", "steps"])
+@gluon.jit(do_not_specialize=["num_shares", "stride", "num_tiles", "token_tiles", "steps"])
 def batch_gemm(
     weight,  # descriptors: [rows, K] by ROWS and BK; gated [rows / 16, 2, 8, K], gate and up rows by eights
-    x,  # [M, K] by TOKENS and BK
-    out,  # [M, N] by CHUNK and the rows that a group of warps puts out
+    x,  # [M or more, K] by TOKENS and BK; times the norm's weight where there is a norm
+    bias,  # [rows]
+    residual,  # [M or more, N] as out; may be what out is
+    out,  # [M, N] by CHUNK, or TOKENS, and the rows that a group of warps puts out
+    squares_in,  # [num_shares, stride] fp32 of the launch that wrote x, if HAS_NORM
+    next_norm,  # [N]
+    next_out,  # as out: out times next_norm
+    squares_out,  # [rows / ROWS, stride] fp32: shares of the sums of squares of out
     partial,  # [programs, GROUPS, ROWS, TOKENS] fp32
     flags,  # [programs, GROUPS] int32, zero between launches
+    eps,
+    num_shares,
+    stride,
     num_tiles,  # of rows
     token_tiles,  # divides the number of programs
     steps,  # K / BK
@@ -261,12 +359,17 @@ def batch_gemm(
     ROWS: gl.constexpr,  # of a group: 64 or 128
     TOKENS: gl.constexpr,
     CHUNK: gl.constexpr,
+    BUFFERS: gl.constexpr,  # of CHUNK tokens a group; of a whole tile where there is a residual or a norm behind
     STAGES: gl.constexpr,
+    HAS_NORM: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    HAS_NEXT: gl.constexpr,
     PDL: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """``out = act(x @ weight^T)``."""
+    """``out = residual + act(norm(x) @ weight^T + bias)``."""
     dtype: gl.constexpr = x.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     IS_GATED: gl.constexpr = ACTIVATION > 0
@@ -274,30 +377,32 @@ def batch_gemm(
     BLOCK: gl.constexpr = [ROWS // 16, 2, 8, BK] if ACTIVATION else [ROWS, BK]
     w_ring = gl.allocate_shared_memory(dtype, [STAGES * GROUPS] + BLOCK, weight.layout)
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, TOKENS, BK], x.layout)
-    room = gl.allocate_shared_memory(dtype, [GROUPS * 2, CHUNK, OUT_ROWS], out.layout)
+    room = gl.allocate_shared_memory(dtype, [GROUPS * BUFFERS, CHUNK, OUT_ROWS], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    has_come = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(has_come.index(i), count=1)
     fence_async_shared()
+    rings = (w_ring, x_ring, full, empty)
+    sums = (partial, flags)
+    share = (num_tiles, token_tiles, steps)
+    before = (squares_in, num_shares, eps, bias, stride)
+    behind = (out, residual, has_come, next_norm, next_out, squares_out)
     if GROUPS == 1:
         gl.warp_specialize(
             [
                 (
                     _consume,
                     (
-                        w_ring, x_ring, full, empty, out, room, partial, flags, num_tiles, token_tiles, steps, 0,
-                        ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        rings, room, sums, share, before, behind, 0, ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        HAS_NORM, HAS_BIAS, HAS_RESIDUAL, HAS_NEXT, PDL,
                     ),
                 ),
-                (
-                    _produce,
-                    (
-                        weight, x, w_ring, x_ring, full, empty, num_tiles, token_tiles, steps, IS_GATED, GROUPS, ROWS,
-                        TOKENS, STAGES, PDL,
-                    ),
-                ),
+                (_produce, (weight, x, rings, share, IS_GATED, GROUPS, ROWS, TOKENS, STAGES, PDL)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -308,24 +413,18 @@ def batch_gemm(
                 (
                     _consume,
                     (
-                        w_ring, x_ring, full, empty, out, room, partial, flags, num_tiles, token_tiles, steps, 0,
-                        ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        rings, room, sums, share, before, behind, 0, ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        HAS_NORM, HAS_BIAS, HAS_RESIDUAL, HAS_NEXT, PDL,
                     ),
                 ),
                 (
                     _consume,
                     (
-                        w_ring, x_ring, full, empty, out, room, partial, flags, num_tiles, token_tiles, steps, 1,
-                        ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        rings, room, sums, share, before, behind, 1, ACTIVATION, GROUPS, ROWS, TOKENS, CHUNK, STAGES,
+                        HAS_NORM, HAS_BIAS, HAS_RESIDUAL, HAS_NEXT, PDL,
                     ),
                 ),
-                (
-                    _produce,
-                    (
-                        weight, x, w_ring, x_ring, full, empty, num_tiles, token_tiles, steps, IS_GATED, GROUPS, ROWS,
-                        TOKENS, STAGES, PDL,
-                    ),
-                ),
+                (_produce, (weight, x, rings, share, IS_GATED, GROUPS, ROWS, TOKENS, STAGES, PDL)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -1,9 +1,9 @@
 """Which kernel and which blocks serve a linear layer of a decode step.
 
-``gemv``, ``gluon`` and ``mma`` serve one token, ``loop``, ``rows``, ``ring`` and ``tile`` up to 64. What is best was
-measured for the shapes of ``MEASURED`` on an H200; other shapes follow rules drawn from them, and ``decode_table``
-overrides both with what was measured on this machine. A choice depends on (N, K) and on the class of the number of
-tokens, on nothing else.
+``gemv``, ``gluon`` and ``mma`` serve one token, ``loop``, ``rows``, ``ring`` and ``tile`` up to 64, ``batch`` more, on
+sm_90 alone. What is best was measured for the shapes of ``MEASURED`` and ``BATCHES`` on an H200; other shapes follow
+rules drawn from them, and ``decode_table`` overrides both with what was measured on this machine. A choice depends on
+(N, K) and on the class of the number of tokens, on nothing else.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 import triton
 
+from atom.kernels.triton import batch_linear
+from atom.kernels.triton.batch_linear import BatchShape
 from atom.kernels.triton.hopper import MULTIPROCESSORS
 
-MAX_TOKENS = 64
+MAX_TOKENS = 64  # of every kernel but ``batch``
 # The most tokens of each class that has its own choices; products are padded to it.
 CLASSES = (1, 8, 16, 32, MAX_TOKENS)
+BATCH_CLASSES = (128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Choice:
 
 
 OF_ONE_TOKEN = ("gemv", "gluon", "mma")
-NEED_GLUON = ("gluon", "mma", "ring", "tile")
+NEED_GLUON = ("gluon", "mma", "ring", "tile", "batch")
 
 # (N, K, has an activation) -> by class.
 MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
@@ -108,6 +111,24 @@ MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
     ),
 }  # fmt: skip
 
+# Of products of more tokens: rows of a group of warps, groups, tokens, stages. Two, so that few kernels serve a model.
+TALL, FLAT = (64, 2, 128, 6), (64, 1, 128, 8)
+# As MEASURED, of 128 and of 256 tokens: tiles, and programs that share them.
+BATCHES: dict[tuple[int, int, bool], tuple[BatchShape, BatchShape]] = {
+    (4096, 1024, False): (BatchShape(*FLAT, 64), BatchShape(*FLAT, 128)),
+    (1024, 2048, False): (BatchShape(*FLAT, 64), BatchShape(*FLAT, 64)),
+    (3072, 1024, True): (BatchShape(*FLAT, 96), BatchShape(*FLAT, 128)),
+    (1024, 3072, False): (BatchShape(*FLAT, 64), BatchShape(*FLAT, 64)),
+    (3072, 2048, False): (BatchShape(*FLAT, 96), BatchShape(*FLAT, 96)),
+    (2048, 2048, False): (BatchShape(*FLAT, 64), BatchShape(*FLAT, 128)),
+    (8192, 2048, True): (BatchShape(*TALL, 128), BatchShape(*TALL, 128)),
+    (2048, 8192, False): (BatchShape(*FLAT, 128), BatchShape(*FLAT, 128)),
+    (6144, 4096, False): (BatchShape(*TALL, 96), BatchShape(*TALL, 96)),
+    (4096, 4096, False): (BatchShape(*TALL, 64), BatchShape(*FLAT, 128)),
+    (14336, 4096, True): (BatchShape(*TALL, 112), BatchShape(*TALL, 128)),
+    (4096, 14336, False): (BatchShape(*TALL, 128), BatchShape(*TALL, 128)),
+}
+
 
 def power_of_two_divisor(n: int, limit: int) -> int:
     """The largest power of two that divides ``n``, at most ``limit`` (a power of two)."""
@@ -115,7 +136,14 @@ def power_of_two_divisor(n: int, limit: int) -> int:
 
 
 def default_choice(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Choice:
-    """The blocks for a shape, measured or by rule."""
+    """The blocks for a shape, measured or by rule.
+
+    Raises ValueError where no kernel serves so many tokens (:func:`serves`).
+    """
+    if num_tokens > MAX_TOKENS:
+        if not serves(shape, num_tokens, has_gluon):
+            raise ValueError(f"no kernel of decode steps serves {shape} and {num_tokens} tokens")
+        return Choice("batch", tuple(_batch_blocks(shape, token_class(num_tokens))))
     index = CLASSES.index(token_class(num_tokens))
     measured = MEASURED.get((shape.N, shape.K, shape.activation > 0))
     if measured is not None:
@@ -132,6 +160,46 @@ def default_choice(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Choi
     if index in (1, 2) and shape.weight_rows * shape.K <= 1 << 22 and fits_rows(shape, 16, 4):
         return Choice("rows", (16, 4))
     return Choice("loop", _loop_blocks(shape))
+
+
+def serves(shape: LinearShape, num_tokens: int, has_gluon: bool) -> bool:
+    """Whether there is a kernel for a shape and so many tokens."""
+    if num_tokens <= MAX_TOKENS:
+        return True
+    is_class = num_tokens <= BATCH_CLASSES[-1]
+    return has_gluon and is_class and fits_batch(shape, _batch_blocks(shape, token_class(num_tokens)))
+
+
+def _batch_blocks(shape: LinearShape, most_tokens: int) -> BatchShape:
+    """Tiles that programs need not share where those keep most of the chip busy, of 128 rows rather than of 64."""
+    measured = BATCHES.get((shape.N, shape.K, shape.activation > 0))
+    if measured is not None:
+        return measured[most_tokens > 128]
+    tiles = {
+        blocks: triton.cdiv(shape.weight_rows, blocks[0] * blocks[1]) * (most_tokens // blocks[2])
+        for blocks in (TALL, FLAT)
+    }
+    for blocks, number in tiles.items():
+        if 96 <= number <= MULTIPROCESSORS:
+            return BatchShape(*blocks, number)
+    if tiles[TALL] > MULTIPROCESSORS or tiles[TALL] * shape.K >= 1 << 19:
+        return BatchShape(*TALL, 128)
+    return BatchShape(*FLAT, 64 if tiles[FLAT] * shape.K < 1 << 17 else 128)
+
+
+def fits_batch(shape: LinearShape, blocks: tuple[int, ...]) -> bool:
+    """Whether ``BatchShape(*blocks)`` covers the shape and fits a multiprocessor, with a residual and a norm behind."""
+    rows, groups, tokens, stages, programs = built = BatchShape(*blocks)
+    is_built = (
+        rows in (64, 128) and groups in (1, 2) and tokens in (64, 128, 256) and rows * tokens <= 1 << 14
+    )
+    if not is_built or shape.K % batch_linear.STEP or shape.N % 8:
+        return False
+    is_gated = shape.activation > 0
+    is_behind = not is_gated  # in a decode step
+    return BATCH_CLASSES[-1] // tokens <= programs <= MULTIPROCESSORS and (
+        min(stages, built.stages_there(is_gated, is_behind, is_behind)) >= 2
+    )
 
 
 def _tile_blocks(shape: LinearShape, most_tokens: int) -> tuple[int, ...] | None:
@@ -168,6 +236,8 @@ def fits(choice: Choice, shape: LinearShape, most_tokens: int) -> bool:
 
     Raises ValueError or TypeError where the number of blocks is another kernel's.
     """
+    if most_tokens > MAX_TOKENS or choice.kernel == "batch":
+        return most_tokens > MAX_TOKENS and choice.kernel == "batch" and fits_batch(shape, choice.blocks)
     if choice.kernel in OF_ONE_TOKEN:
         rows, warps = choice.blocks
         is_usual = all(number > 0 and number & (number - 1) == 0 for number in choice.blocks)
@@ -304,6 +374,9 @@ def _tile_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
 
 def candidates(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Iterator[Choice]:
     """What is worth measuring for a shape."""
+    if num_tokens > MAX_TOKENS:
+        yield from _batch_candidates(shape, num_tokens)
+        return
     if num_tokens == 1:
         for rows in (1, 2, 4, 8, 16):
             for warps in (2, 4, 8):
@@ -351,9 +424,21 @@ def _loop_candidates(shape: LinearShape) -> Iterator[Choice]:
                     yield Choice("loop", (tall, width, split, 3, 0))
 
 
+def _batch_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
+    """Runs of equal length, by whole tiles or simple parts of them."""
+    for rows, groups, tokens, stages in ((64, 2, 128, 6), (64, 1, 128, 8), (64, 2, 64, 8)):
+        token_tiles = triton.cdiv(num_tokens, tokens)
+        tiles = triton.cdiv(shape.weight_rows, rows * groups) * token_tiles
+        parts = {tiles // n for n in (2, 3, 4) if tiles % n == 0} | {tiles * n for n in (1, 2, 4)}
+        for programs in sorted({128, *parts}):
+            blocks = BatchShape(rows, groups, tokens, stages, programs)
+            if programs >= 64 and fits_batch(shape, blocks):
+                yield Choice("batch", tuple(blocks))
+
+
 def token_class(num_tokens: int) -> int:
-    """The class of ``CLASSES`` that choices for ``num_tokens`` are kept by."""
-    return next(most for most in CLASSES if num_tokens <= most)
+    """The class of ``CLASSES`` or ``BATCH_CLASSES`` that choices for ``num_tokens`` are kept by."""
+    return next(most for most in CLASSES + BATCH_CLASSES if num_tokens <= most)
 
 
 def without_scaled(choice: Choice, shape: LinearShape) -> Choice:

@@ -10,8 +10,10 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from atom.kernels.triton import decode_gemm, decode_gemm_tile_gluon, decode_gemv
+from atom.kernels.triton import batch_linear, decode_gemm, decode_gemm_tile_gluon, decode_gemv
+from atom.kernels.triton.batch_linear import BatchShape
 from atom.kernels.triton.decode_choices import (
+    BATCH_CLASSES,
     CLASSES,
     MAX_TOKENS,
     OF_ONE_TOKEN,
@@ -25,6 +27,7 @@ from atom.kernels.triton.decode_choices import (
     without_scaled,
 )
 from atom.kernels.triton.decode_parts import pdl_options
+from atom.kernels.triton.hopper import rows_there
 
 
 @dataclass(slots=True)
@@ -72,6 +75,8 @@ class LinearArguments:
 class DecodeLinear:
     """Launches linear layers of a decode step, each with the blocks chosen for its shape.
 
+    ``shares`` is where sums of squares lie between a launch and the next, ``[shares, padded tokens]`` fp32.
+
     Args:
         device: where the tensors are.
         has_gluon: whether kernels for sm_90 run there.
@@ -101,13 +106,24 @@ class DecodeLinear:
             shape, num_tokens, self.has_gluon
         )
 
+    @property
+    def shares(self) -> torch.Tensor:
+        return self._workspace.shares
+
     def reserve(self, shapes: list[LinearShape], max_tokens: int = MAX_TOKENS) -> None:
-        """Make room for the partial sums of every shape; before anything is recorded."""
+        """Make room for the partial sums of every shape; before anything is recorded.
+
+        Raises ValueError where :func:`decode_choices.serves` says no of a shape and ``max_tokens``.
+        """
         size, tiles = 0, 1
         for shape in shapes:
-            for num_tokens in CLASSES[1:]:
-                num_tokens = min(num_tokens, max_tokens)
+            for most in CLASSES[1:] + BATCH_CLASSES:
+                num_tokens = min(most, max_tokens)
                 choice = self.choice(shape, num_tokens)
+                if choice.kernel == "batch":
+                    blocks = BatchShape(*choice.blocks)
+                    size = max(size, blocks.programs * blocks.groups * blocks.rows * blocks.tokens)
+                    tiles = max(tiles, blocks.programs * blocks.groups)
                 for one in (choice, without_scaled(choice, shape)):
                     if one.kernel not in ("loop", "ring", "tile"):
                         continue
@@ -141,7 +157,7 @@ class DecodeLinear:
         """``out = residual + act(norm(x) @ weight^T + bias)``.
 
         Args:
-            x: ``[M, K]``, M up to ``MAX_TOKENS``; all tensors contiguous.
+            x: ``[M, K]``; all tensors contiguous.
             out: ``[M, N]``; may be ``residual``.
             choice: overrides the table.
             is_first: what the kernels before this one wrote is complete for all kernels behind it. Kernels for one
@@ -151,11 +167,16 @@ class DecodeLinear:
 
         Returns:
             What the launch behind may take as ``scaled``; None where this kernel leaves nothing.
+
+        Raises:
+            ValueError: no kernel serves so many tokens, or none that takes the whole norm.
         """
         num_tokens = len(x)
         shape = layer.shape
         choice = choice or self.choice(shape, num_tokens)
         if layer.norm is not None and scaled is None:
+            if choice.kernel == "batch":
+                raise ValueError(f"the norm of {num_tokens} tokens is not half done by the launch before")
             choice = without_scaled(choice, shape)
         launch = _LAUNCHES[choice.kernel]
         uses_pdl = self.uses_pdl
@@ -261,7 +282,7 @@ def _launch_tile(
     tokens = x if scaled is None else scaled.x
     per_program = rows // 2 if layer.activation else rows
     decode_gemm_tile_gluon.gemm_tile[(shape.weight_rows // rows, split // cluster)](
-        TensorDescriptor(tokens, [_rows_there(tokens, wide), shape.K], [shape.K, 1], [wide, width], flat),
+        TensorDescriptor(tokens, [rows_there(tokens, wide), shape.K], [shape.K, 1], [wide, width], flat),
         TensorDescriptor(layer.weight, list(layer.weight.shape), [shape.K, 1], [per_program, width], flat),
         layer.bias, residual, out, workspace.shares, next_norm, next_x, workspace.shares, workspace.partial,
         workspace.arrivals, layer.eps, _num_shares(scaled), len(x), shape.N,
@@ -271,13 +292,23 @@ def _launch_tile(
     )  # fmt: skip
 
 
-def _rows_there(tokens: torch.Tensor, wide: int) -> int:
-    """Rows of a product that can be read, with those behind the last token where the room goes on behind it.
-
-    The copy engine is slow where it has to fill in zeros: products of few rows took a fifth longer.
-    """
-    room = tokens.untyped_storage().nbytes() // tokens.element_size() - tokens.storage_offset()
-    return min(wide, room // tokens.shape[1])
+def _launch_batch(
+    workspace, x, layer, out, residual, blocks, shape, uses_pdl, scaled=None, next_norm=None, next_x=None
+) -> None:
+    around = batch_linear.Around(
+        None if layer.norm is None else workspace.shares, _num_shares(scaled), layer.eps, layer.bias, residual,
+        next_norm, next_x, workspace.shares, padded(len(x)),
+    )  # fmt: skip
+    batch_linear.launch(
+        batch_linear.BatchShape(*blocks),
+        x if scaled is None else scaled.x,
+        layer.weight,
+        out,
+        layer.activation,
+        around=around,
+        room=(workspace.partial, workspace.arrivals),
+        uses_pdl=uses_pdl,
+    )
 
 
 def _launch_ring(
@@ -304,6 +335,7 @@ _LAUNCHES = {
     "rows": _launch_rows,
     "ring": _launch_ring,
     "tile": _launch_tile,
+    "batch": _launch_batch,
 }
 
 

@@ -101,8 +101,7 @@ def prepare_decode(
     if embedding is not None:
         e = embedding
         _prepare_and_embed[(n,)](
-            *arguments, e.table, *e.rope, e.x, e.cos, e.sin, e.keys, e.scale, len(e.table),
-            **options, **_embed_options(e.table, e.rope, e.scale), PDL=uses_pdl, num_warps=4,
+            *arguments, *e.arguments, **options, **e.options, PDL=uses_pdl, num_warps=4,
         )  # fmt: skip
     else:
         block = min(128, max(MIN_BLOCK, triton.next_power_of_2(n)))
@@ -123,6 +122,9 @@ def _embed_token(
     cos,  # [tokens, ROPES, DIM]
     sin,
     keys,
+    next_norm,
+    next_x,
+    squares,
     scale,
     num_rows,
     H: tl.constexpr,
@@ -130,25 +132,36 @@ def _embed_token(
     ROPES: tl.constexpr,
     DIM: tl.constexpr,
     IS_SCALED: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
 ):
     # Everything is asked for before anything is written: a load behind a store would wait for what is stored.
     index = tl.minimum(tl.maximum(index, 0), num_rows - 1)
     channel = tl.arange(0, DIM)
-    values = ()
+    values, norms = (), ()
     for start in tl.static_range(0, H, BLOCK):
         column = start + tl.arange(0, BLOCK)
         values = values + (tl.load(table + index * H + column, mask=column < H, other=0.0),)
+        if HAS_NEXT:
+            norms = norms + (tl.load(next_norm + column, mask=column < H, other=0.0),)
     frequencies, signs, factors = (), (), ()
     for rope in tl.static_range(ROPES):
         frequencies = frequencies + (tl.load(inv_freq + rope * DIM + channel),)
         signs = signs + (tl.load(sign + rope * DIM + channel),)
         factors = factors + (tl.load(factor + rope),)
+    total = tl.zeros((BLOCK,), tl.float32)
     for chunk in tl.static_range((H + BLOCK - 1) // BLOCK):
         column = chunk * BLOCK + tl.arange(0, BLOCK)
         value = values[chunk]
         if IS_SCALED:
             value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
         tl.store(x + token * H + column, value, mask=column < H)
+        if HAS_NEXT:
+            wide = value.to(tl.float32)
+            scaled = (wide * norms[chunk].to(tl.float32)).to(x.dtype.element_ty)
+            tl.store(next_x + token * H + column, scaled, mask=column < H)
+            total += wide * wide
+    if HAS_NEXT:
+        tl.store(squares + token, tl.sum(total, 0))
     for rope in tl.static_range(ROPES):
         angle = position.to(tl.float32) * frequencies[rope]
         place = (token * ROPES + rope) * DIM + channel
@@ -170,6 +183,9 @@ def _embed(
     cos,
     sin,
     keys,
+    next_norm,
+    next_x,
+    squares,
     scale,
     num_rows,
     H: tl.constexpr,
@@ -177,11 +193,12 @@ def _embed(
     ROPES: tl.constexpr,
     DIM: tl.constexpr,
     IS_SCALED: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     _embed_token(
         token, tl.load(input_ids + token), tl.load(positions + token), table, inv_freq, sign, factor, x, cos, sin,
-        keys, scale, num_rows, H, BLOCK, ROPES, DIM, IS_SCALED,
+        keys, next_norm, next_x, squares, scale, num_rows, H, BLOCK, ROPES, DIM, IS_SCALED, HAS_NEXT,
     )  # fmt: skip
 
 
@@ -210,6 +227,9 @@ def _prepare_and_embed(
     cos,
     sin,
     keys,
+    next_norm,
+    next_x,
+    squares,
     scale,
     num_rows,
     GROUPS: tl.constexpr,
@@ -220,6 +240,7 @@ def _prepare_and_embed(
     ROPES: tl.constexpr,
     DIM: tl.constexpr,
     IS_SCALED: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``_prepare`` for one sequence a program, and what ``_embed`` does for its token."""
@@ -237,8 +258,8 @@ def _prepare_and_embed(
         block = tl.load(tables + group * group_stride + row * table_stride + start // PAGE)
         slot_of = slot_of + (block.to(tl.int64) * PAGE + start % PAGE,)
     _embed_token(
-        token, index, start, table, inv_freq, sign, factor, x, cos, sin, keys, scale, num_rows, H, BLOCK, ROPES,
-        DIM, IS_SCALED,
+        token, index, start, table, inv_freq, sign, factor, x, cos, sin, keys, next_norm, next_x, squares, scale,
+        num_rows, H, BLOCK, ROPES, DIM, IS_SCALED, HAS_NEXT,
     )  # fmt: skip
     tl.store(rows + token, row)
     tl.store(input_ids + token, index)
@@ -250,37 +271,18 @@ def _prepare_and_embed(
         tl.store(slots + group * slot_stride + token, tl.where(is_live, slot_of[group], -1))
 
 
-def embed(
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    rope: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    keys: torch.Tensor,
-    scale: float = 1.0,
-) -> None:
-    """Embedding rows, the rotations of the step's positions, and keys below all others.
-
-    Launched without dependence, and complete before the kernel behind it lets a further one start: the ones after
-    that may then read what this one writes before they wait.
+class Embedding(NamedTuple):
+    """What a step begins with beside ids and positions: rows of ``x``, ``cos``, ``sin``, ``keys`` for every token.
 
     Args:
-        input_ids: ``[n]`` int64; positions alike.
         table: ``[vocab, hidden_size]``.
         rope: inverse frequencies and factors of sin, each ``[ropes, dim]`` fp32, factors of cos ``[ropes]``;
             ``dim`` a power of two.
         x: ``[n, hidden_size]``, written; cos, sin ``[n, ropes, dim]``, keys ``[n]`` int64 alike.
+        scale: what rows of the table are multiplied by.
+        half_norm: the first norm's weight ``[hidden_size]``; written are x times it, as ``x``, and each token's sum
+            of squares, fp32 ``[n]``. None: the norm is left to the launch behind.
     """
-    _embed[(len(input_ids),)](
-        input_ids, positions, table, *rope, x, cos, sin, keys, scale, len(table),
-        **_embed_options(table, rope, scale), num_warps=4,
-    )  # fmt: skip
-
-
-class Embedding(NamedTuple):
-    """What :func:`embed` takes beside ids and positions: rows of ``x``, ``cos``, ``sin``, ``keys`` for every token."""
 
     table: torch.Tensor
     rope: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -289,14 +291,32 @@ class Embedding(NamedTuple):
     sin: torch.Tensor
     keys: torch.Tensor
     scale: float = 1.0
+    half_norm: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        half_norm = self.half_norm or (None, None, None)
+        rooms = (self.x, self.cos, self.sin, self.keys)
+        return self.table, *self.rope, *rooms, *half_norm, self.scale, len(self.table)
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        hidden_size, (ropes, dim) = self.table.shape[1], self.rope[0].shape
+        block = min(1024, triton.next_power_of_2(hidden_size))
+        flags = {"IS_SCALED": self.scale != 1.0, "HAS_NEXT": self.half_norm is not None}
+        return {"H": hidden_size, "BLOCK": block, "ROPES": ropes, "DIM": dim, **flags}
 
 
-def _embed_options(
-    table: torch.Tensor, rope: tuple[torch.Tensor, ...], scale: float
-) -> dict[str, int | bool]:
-    hidden_size, (ropes, dim) = table.shape[1], rope[0].shape
-    block = min(1024, triton.next_power_of_2(hidden_size))
-    return {"H": hidden_size, "BLOCK": block, "ROPES": ropes, "DIM": dim, "IS_SCALED": scale != 1.0}
+def embed(input_ids: torch.Tensor, positions: torch.Tensor, embedding: Embedding) -> None:
+    """Embedding rows, the rotations of the step's positions, and keys below all others.
+
+    Launched without dependence, and complete before the kernel behind it lets a further one start: the ones after
+    that may then read what this one writes before they wait.
+
+    Args:
+        input_ids: ``[n]`` int64; positions alike.
+    """
+    _embed[(len(input_ids),)](input_ids, positions, *embedding.arguments, **embedding.options, num_warps=4)
 
 
 @triton.jit

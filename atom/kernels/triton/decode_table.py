@@ -10,7 +10,7 @@ from pathlib import Path
 
 import triton
 
-from atom.kernels.triton.decode_choices import CLASSES, Choice, LinearShape, fits
+from atom.kernels.triton.decode_choices import BATCH_CLASSES, CLASSES, Choice, LinearShape, fits
 from atom.kernels.triton.measured_table import Rows, read_rows, table_path, write_rows
 
 Table = dict[tuple[LinearShape, int], Choice]
@@ -35,7 +35,7 @@ def _parse(rows: Rows) -> Table:
     table: Table = {}
     for n, k, act, tokens, kernel, blocks in rows:
         shape, choice = LinearShape(int(n), int(k), int(act)), Choice(str(kernel), tuple(map(int, blocks)))
-        if tokens not in CLASSES or not fits(choice, shape, tokens):
+        if tokens not in CLASSES + BATCH_CLASSES or not fits(choice, shape, tokens):
             raise ValueError(f"{choice} does not serve {shape} and {tokens} tokens")
         table[shape, tokens] = choice
     return table

@@ -29,3 +29,12 @@ def can_bring(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.data_ptr() % 16 == 0
         and weight.data_ptr() % 16 == 0
     )
+
+
+def rows_there(x: torch.Tensor, most: int) -> int:
+    """Up to ``most`` rows of ``x [num_tokens, K]`` that can be read: those behind the last too, where its room goes on.
+
+    The copy engine is slow where it has to fill in zeros: products of few rows took a fifth longer.
+    """
+    room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return min(most, (room - x.shape[1]) // x.stride(0) + 1)

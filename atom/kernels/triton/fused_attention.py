@@ -193,7 +193,7 @@ def columns(
     if not is_long:
         best = new_score
         scores = ()
-        highest = tl.full((TILE,), NEVER, tl.float32)
+        highest = tl.full((TILE,), float("-inf"), tl.float32)
         for i in tl.static_range(AHEAD):
             score = tl.sum(key_tiles[i].to(tl.float32) * q[None, :], 1)
             score = _capped(score, soft_cap, HAS_SOFT_CAP)

@@ -52,9 +52,8 @@ class ForwardDump:
     """Hooks on ``blocks``; each call of a block becomes a file, until one is enough or ``MAX_CALLS`` are.
 
     A file holds ``hidden_states`` and facts: ``layer``, ``class``, ``module``, ``rank``, ``call`` (of this block),
-    ``order`` (among all files) and ``query_lens`` (tokens of each sequence in the step). A block that hands on
-    (output, residual) apart has their sum as hidden state, which is what other implementations call so; tensors of
-    any other structure are listed in ``outputs``.
+    ``order`` (among all files) and ``query_lens`` (tokens of each sequence in the step). Tensors of any structure but
+    one alone are listed in ``outputs`` instead.
 
     A rehearsal is no call: its kernels may not have run, and how many there are differs between devices.
 
@@ -117,14 +116,6 @@ class ForwardDump:
 def _states(output: Any) -> dict[str, Any]:
     if isinstance(output, torch.Tensor):
         return {"hidden_states": _to_host(output)}
-    if isinstance(output, tuple) and len(output) == 2:
-        x, residual = output
-        if (
-            isinstance(x, torch.Tensor)
-            and isinstance(residual, torch.Tensor)
-            and (x.shape, x.dtype) == (residual.shape, residual.dtype)
-        ):
-            return {"hidden_states": _to_host(x + residual)}
     return {"outputs": _only_tensors(output)}
 
 

@@ -1,9 +1,8 @@
 """Attention of decode batches in every form there is: checked against its twin, then timed inside a chain of layers.
 
 ``python -m atom.benchmarks.decode_chain --attention`` runs it. A chain is a few layers of the model's real shapes with
-weights and keys of their own, launched as serving launches them and replayed from a graph; its products for more
-sequences than a fused step takes are those of ``batch_linear``, without norms and activation. A figure is the chain
-with attention less the chain without, in microseconds a layer: what a kernel hides of its neighbours is in it.
+weights and keys of their own, launched as serving launches them and replayed from a graph. A figure is the chain with
+attention less the chain without, in microseconds a layer: what a kernel hides of its neighbours is in it.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from atom.benchmarks.decode_launches import (
 from atom.benchmarks.gpu_measure import device_us, record_graph, relative_error
 from atom.benchmarks.gpu_roofline import H200
 from atom.errors import ConfigError
-from atom.kernels.triton import batch_linear
 from atom.kernels.triton.decode_attention import arrival_counters, decode_attention
-from atom.kernels.triton.decode_choices import MAX_TOKENS
-from atom.kernels.triton.decode_linear import DecodeLinear, LinearArguments
+from atom.kernels.triton.decode_choices import MAX_TOKENS, padded
+from atom.kernels.triton.decode_linear import DecodeLinear, LinearArguments, Scaled
 from atom.kernels.triton.fused_attention_launch import (
     MAX_PROGRAMS,
     BatchShape,
@@ -53,7 +51,6 @@ PAGE = 16
 MIN_BATCH, MAX_BATCH = 2, 512  # one has a kernel of its own
 NUM_LAYERS = 6
 BOUND = 1e-2  # relative error of bf16 against fp32
-PRODUCT = batch_linear.BatchShape(64, 2, 128, 6, 128)  # of more sequences than a fused step takes
 OLD = {8: SplitShape(8, 64, 4, 3), 32: SplitShape(1, 64, 4, 3), 64: SplitShape(1, 64, 4, 3)}
 # Splits, keys of a warp, warps, stages, registers.
 FEW = (
@@ -136,17 +133,15 @@ class Chain:
         uses_pdl = device.type != "cpu"
         self.linear = DecodeLinear(device, has_gluon=True, uses_pdl=uses_pdl)
         self.attend = DecodeAttention(device, [self.attention], batch, uses_pdl, True)
-        if batch <= MAX_TOKENS:
-            self.linear.reserve([layer.shape for layer in self.layers[0][0].values()], batch)
+        self.linear.reserve([layer.shape for layer in self.layers[0][0].values()], batch)
         self.form: Form | None = None
         self.arrivals = arrival_counters(device)
         # In rooms for more tokens, as serving has them.
-        room = max(batch, MAX_TOKENS)
+        room = max(padded(batch), MAX_TOKENS)
         self.x, self.next_x = (self._random(room, hidden)[:batch] for _ in range(2))
         self.qkv = self._random(batch, shape.linears["qkv"][0])
         self.attended = self._random(room, shape.num_heads * dim)[:batch]
         self.gated = self._random(room, shape.intermediate_size)[:batch]
-        self.both = self._random(batch, 2 * shape.intermediate_size)  # gate and up
         pages = torch.arange(batch * columns, device=device)
         if device != META:
             pages = torch.randperm(batch * columns, device=device)
@@ -190,31 +185,20 @@ class Chain:
 
     def run(self, has_attention: bool = True) -> None:
         """One step, launched as ``FusedCudaDecoder`` does."""
-        if self.batch > MAX_TOKENS:
-            self._run_many(has_attention)
-            return
-        scaled, x = None, self.x
+        is_many, x = self.batch > MAX_TOKENS, self.x
+        scaled = (
+            Scaled(self.next_x, 1) if is_many else None
+        )  # of many tokens the embedding leaves half of the norm
         for index, (layer, _) in enumerate(self.layers):
             self.linear(x, layer["qkv"], self.qkv, is_first=index == 0, scaled=scaled)
             if has_attention:
                 self.attend_layer(index)
-            following = self.layers[index + 1][0]["qkv"].norm if index + 1 < len(self.layers) else None
+            is_last = index + 1 == len(self.layers)
+            following = None if is_last and not is_many else layer["qkv"].norm
             norm = layer["gate_up"].norm
             scaled = self.linear(self.attended, layer["o"], x, x, next_norm=norm, next_x=self.next_x)
             self.linear(x, layer["gate_up"], self.gated, scaled=scaled)
             scaled = self.linear(self.gated, layer["down"], x, x, next_norm=following, next_x=self.next_x)
-
-    def _run_many(self, has_attention: bool) -> None:
-        for index, (layer, _) in enumerate(self.layers):
-            self._product(self.x, layer["qkv"], self.qkv)
-            if has_attention:
-                self.attend_layer(index)
-            self._product(self.attended, layer["o"], self.x)
-            self._product(self.x, layer["gate_up"], self.both)
-            self._product(self.both[:, : self.shape.intermediate_size], layer["down"], self.x)
-
-    def _product(self, x: torch.Tensor, layer: LinearArguments, out: torch.Tensor) -> None:
-        batch_linear.launch(PRODUCT, x, layer.weight, out)
 
     def check(self, shape: Form, wanted: torch.Tensor, cache: list[torch.Tensor]) -> str | None:
         """What is wrong with the kernel of ``shape``; None: nothing."""

@@ -186,15 +186,15 @@ class Chain:
     def run(self, has_attention: bool = True) -> None:
         """One step, launched as ``FusedCudaDecoder`` does."""
         is_many, x = self.batch > MAX_TOKENS, self.x
-        scaled = (
-            Scaled(self.next_x, 1) if is_many else None
-        )  # of many tokens the embedding leaves half of the norm
+        # Of many tokens the embedding leaves half of the first norm.
+        scaled = Scaled(self.next_x, 1) if is_many else None
         for index, (layer, _) in enumerate(self.layers):
             self.linear(x, layer["qkv"], self.qkv, is_first=index == 0, scaled=scaled)
             if has_attention:
                 self.attend_layer(index)
             is_last = index + 1 == len(self.layers)
-            following = None if is_last and not is_many else layer["qkv"].norm
+            behind = self.layers[0 if is_last else index + 1][0]
+            following = None if is_last and not is_many else behind["qkv"].norm
             norm = layer["gate_up"].norm
             scaled = self.linear(self.attended, layer["o"], x, x, next_norm=norm, next_x=self.next_x)
             self.linear(x, layer["gate_up"], self.gated, scaled=scaled)

@@ -218,9 +218,8 @@ class FusedCudaDecoder(FusedDecoder):
             self._flags[0].fill_(int(wants))
 
     def finish(self, head: HeadWork, hidden: torch.Tensor) -> None:
-        if (
-            hidden.data_ptr() != self.hidden.data_ptr()
-        ):  # of the modules, or of a step that left its head to them
+        # Hidden states of the modules, or of a step that left its head to them, are none of ours.
+        if hidden.data_ptr() != self.hidden.data_ptr():
             return
         n = len(hidden)
         head.is_done = True

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from atom.kernels.triton import head_projection
+from atom.model_ops.attentions.backend import AttentionSpec
+from atom.model_ops.attentions.triton import TritonAttention
 from atom.platforms import PLATFORMS
 from tests.helpers.gated_layers import Ampere, Hopper
 from tests.helpers.own_process import json_of
@@ -12,9 +14,8 @@ from tests.helpers.own_process import json_of
 def test_the_kernel_compiles_for_sm_90(tmp_path):
     for name, facts in json_of("compile_heads_for_sm90.py", tmp_path).items():
         assert facts["warps"] == 12, name
-        assert (
-            facts["products"] == 16
-        ), name  # four of K = 16 a step, for the first step and the others, in two groups
+        # Four of K = 16 a step, for the first step and the others, in two groups.
+        assert facts["products"] == 16, name
         assert facts["wide_stores"] == 32, name  # to the cache: a row of 256 columns is 32 threads' 16 bytes
         assert facts["spilled"] <= 128, name
         assert facts["shared"] <= 227 * 1024, name
@@ -51,4 +52,15 @@ def test_steps_whose_tiles_fill_their_rounds(num_tokens, rows, takes):
         torch.empty(1, **half),
     )
     assert head_projection.takes(x, weight, keys) == takes
+    assert not head_projection.takes(x[:0], weight, keys)
     assert not head_projection.takes(x, weight, keys.to(torch.float8_e4m3fn))
+
+
+def test_the_smallest_step_that_takes_it_is_compiled_ahead():
+    for num_rows, fewest in ((3072, 1197), (4096, 898), (6144, 599)):
+        assert head_projection.fewest_tokens(num_rows) == fewest
+        assert not any(head_projection.fills(n, num_rows) for n in range(fewest))
+    backend = TritonAttention(AttentionSpec(32, 8, 128, 1.0, torch.bfloat16))
+    assert backend.prefill_sizes() == (), "nothing is measured, and this is no sm_90"
+    backend.fuses_projection = True
+    assert backend.prefill_sizes() == (599,)

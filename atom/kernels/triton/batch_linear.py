@@ -19,9 +19,6 @@ STEP = 64  # columns
 SUMS = 128 * 256  # that a program leaves to another, at most
 REACH = 32  # a choice serves the number of tokens that was measured and so many below: their products are padded to it
 SHARED = 226 << 10  # bytes for what is brought and what leaves; barriers and reductions need the rest
-SMALL = (
-    110 << 10
-)  # alike, where two programs fit a multiprocessor; their threads have half of its registers each
 
 
 class BatchShape(NamedTuple):

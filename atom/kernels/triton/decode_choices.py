@@ -18,7 +18,7 @@ from atom.kernels.triton.batch_linear import BatchShape
 from atom.kernels.triton.hopper import MULTIPROCESSORS
 
 MAX_TOKENS = 64  # of every kernel but ``batch``
-# The most tokens of each class that has its own choices; products are padded to it.
+# The most tokens of each class that has its own choices.
 CLASSES = (1, 8, 16, 32, MAX_TOKENS)
 BATCH_CLASSES = (128, 256, 512)
 
@@ -245,9 +245,8 @@ def fits(choice: Choice, shape: LinearShape, most_tokens: int) -> bool:
             return False
         fits_kernel = {"gluon": fits_gluon, "mma": fits_mma}.get(choice.kernel)
         return fits_kernel is None or fits_kernel(shape, rows, warps)
-    sizes = (
-        choice.blocks if choice.kernel in ("rows", "ring") else choice.blocks[:-1]
-    )  # the others' last may be 0
+    # The last of other kernels may be 0.
+    sizes = choice.blocks if choice.kernel in ("rows", "ring") else choice.blocks[:-1]
     if most_tokens == 1 or min(sizes) < 1:
         return False
     if choice.kernel == "loop":
@@ -437,8 +436,14 @@ def _batch_candidates(shape: LinearShape, num_tokens: int) -> Iterator[Choice]:
 
 
 def token_class(num_tokens: int) -> int:
-    """The class of ``CLASSES`` or ``BATCH_CLASSES`` that choices for ``num_tokens`` are kept by."""
-    return next(most for most in CLASSES + BATCH_CLASSES if num_tokens <= most)
+    """The class of ``CLASSES`` or ``BATCH_CLASSES`` that choices for ``num_tokens`` are kept by.
+
+    Raises ValueError above the last.
+    """
+    for most in CLASSES + BATCH_CLASSES:
+        if num_tokens <= most:
+            return most
+    raise ValueError(f"no kernel serves {num_tokens} tokens: at most {BATCH_CLASSES[-1]}")
 
 
 def without_scaled(choice: Choice, shape: LinearShape) -> Choice:

@@ -113,9 +113,10 @@ class DecodeLinear:
     def reserve(self, shapes: list[LinearShape], max_tokens: int = MAX_TOKENS) -> None:
         """Make room for the partial sums of every shape; before anything is recorded.
 
-        Raises ValueError where :func:`decode_choices.serves` says no of a shape and ``max_tokens``.
+        Raises ValueError where no kernel serves a shape or ``max_tokens``.
         """
         size, tiles = 0, 1
+        token_class(max_tokens)
         for shape in shapes:
             for most in CLASSES[1:] + BATCH_CLASSES:
                 num_tokens = min(most, max_tokens)

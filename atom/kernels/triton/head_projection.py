@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import triton
 
@@ -27,12 +29,21 @@ def supports(
     )
 
 
+def fills(num_tokens: int, num_rows: int) -> bool:
+    """Whether tiles of so many tokens and rows of the weight leave little of their rounds empty."""
+    num_tiles = triton.cdiv(num_tokens, TOKENS) * (num_rows // COLUMNS)
+    places = triton.cdiv(num_tiles, MULTIPROCESSORS) * MULTIPROCESSORS * TOKENS * COLUMNS
+    return num_tokens * num_rows >= MIN_FILL * places > 0
+
+
+def fewest_tokens(num_rows: int) -> int:
+    """The smallest step whose product with so many rows of a weight the kernel takes."""
+    return next(n for n in itertools.count(1) if fills(n, num_rows))
+
+
 def takes(x: torch.Tensor, weight: torch.Tensor, keys: torch.Tensor) -> bool:
     """Whether the kernel can read these, and has the tiles for it; cuBLAS and a pass are faster otherwise."""
-    num_tiles = triton.cdiv(len(x), TOKENS) * (len(weight) // COLUMNS)
-    rounds = triton.cdiv(num_tiles, MULTIPROCESSORS)
-    fill = len(x) * len(weight) / (rounds * MULTIPROCESSORS * TOKENS * COLUMNS)
-    return fill >= MIN_FILL and keys.dtype is x.dtype and can_bring(x, weight)
+    return fills(len(x), len(weight)) and keys.dtype is x.dtype and can_bring(x, weight)
 
 
 def launch(

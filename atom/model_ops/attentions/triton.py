@@ -178,7 +178,11 @@ class TritonAttention(AttentionBackend):
     def prefill_sizes(self) -> tuple[int, ...]:
         sizes = sorted(self.measured)
         before = [None, *(self.measured[size] for size in sizes)]
-        return tuple(size for size, last in zip(sizes, before, strict=False) if self.measured[size] != last)
+        found = [size for size, last in zip(sizes, before, strict=False) if self.measured[size] != last]
+        if self.fuses_projection:
+            num_rows = (self.spec.num_heads + 2 * self.spec.num_kv_heads) * self.spec.head_dim
+            found.append(head_projection.fewest_tokens(num_rows))
+        return tuple(found)
 
     @staticmethod
     def _tiles(tile_tokens: int, num_tokens: int, metadata: AttentionMetaData) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -79,7 +80,7 @@ class Attention(nn.Module):
         if torch.compiler.is_compiling():
             torch.ops.aiter.unified_attention_with_output(q, k, v, output, self.layer_name)
         else:
-            _attend(self, q, k, v, output)
+            _run(self, self.attend, q, k, v, output)
         return output.flatten(-2)
 
     @property
@@ -97,7 +98,7 @@ class Attention(nn.Module):
         if torch.compiler.is_compiling():
             torch.ops.aiter.rotary_attention_with_output(qkv, cos, sin, weight, eps, output, self.layer_name)
         else:
-            _attend_projected(self, qkv, cos, sin, weight, eps, output)
+            _run(self, self.attend_projected, qkv, cos, sin, weight, eps, output)
         return output.flatten(-2)
 
     def can_project(self, projection: LinearBase) -> bool:
@@ -124,7 +125,7 @@ class Attention(nn.Module):
                 x, projection, cos, sin, weight, eps, output, self.layer_name
             )
         else:
-            _attend_hidden(self, x, projection, cos, sin, weight, eps, output)
+            _run(self, self.attend_hidden, x, projection, cos, sin, weight, eps, output)
         return output.flatten(-2)
 
     def attend_hidden(
@@ -179,45 +180,12 @@ class Attention(nn.Module):
         return f"{self.layer_name}, {self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}, {self.backend.name}"
 
 
-def _attend(
-    layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor
-) -> None:
-    """Attention, outside the recorded graph where its launches depend on host data."""
+def _run(layer: Attention, attend: Callable[..., None], *args: Any) -> None:
+    """Call ``attend``, one of ``layer``'s, outside the recorded graph where its launches depend on host data."""
     if layer.backend.supports_token_graph:
-        layer.attend(q, k, v, output)
+        attend(*args)
     else:
-        break_recording(layer.attend, q, k, v, output)
-
-
-def _attend_projected(
-    layer: Attention,
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    output: torch.Tensor,
-) -> None:
-    if layer.backend.supports_token_graph:
-        layer.attend_projected(qkv, cos, sin, weight, eps, output)
-    else:
-        break_recording(layer.attend_projected, qkv, cos, sin, weight, eps, output)
-
-
-def _attend_hidden(
-    layer: Attention,
-    x: torch.Tensor,
-    projection: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    output: torch.Tensor,
-) -> None:
-    if layer.backend.supports_token_graph:
-        layer.attend_hidden(x, projection, cos, sin, weight, eps, output)
-    else:
-        break_recording(layer.attend_hidden, x, projection, cos, sin, weight, eps, output)
+        break_recording(attend, *args)
 
 
 @mark_spliting_op(is_custom=True, mutates_args=("output",))
@@ -225,7 +193,8 @@ def unified_attention_with_output(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, layer_name: str
 ) -> None:
     """Attention as compiled code sees it: one opaque op, which finds its layer by name in the forward context."""
-    _attend(get_forward_context().no_compile_layers[layer_name], q, k, v, output)
+    layer = get_forward_context().no_compile_layers[layer_name]
+    _run(layer, layer.attend, q, k, v, output)
 
 
 @mark_spliting_op(is_custom=True, mutates_args=("qkv", "output"))
@@ -239,7 +208,8 @@ def rotary_attention_with_output(
     layer_name: str,
 ) -> None:
     """The same with norm and rotation of the heads, for backends that do all of it in one pass."""
-    _attend_projected(get_forward_context().no_compile_layers[layer_name], qkv, cos, sin, weight, eps, output)
+    layer = get_forward_context().no_compile_layers[layer_name]
+    _run(layer, layer.attend_projected, qkv, cos, sin, weight, eps, output)
 
 
 @mark_spliting_op(is_custom=True, mutates_args=("output",))
@@ -255,4 +225,4 @@ def hidden_attention_with_output(
 ) -> None:
     """The same with the projection before it, for backends that norm, rotate and store where it is made."""
     layer = get_forward_context().no_compile_layers[layer_name]
-    _attend_hidden(layer, x, projection, cos, sin, weight, eps, output)
+    _run(layer, layer.attend_hidden, x, projection, cos, sin, weight, eps, output)

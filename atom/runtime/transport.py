@@ -26,7 +26,7 @@ def _addresses(folder: str, index: int) -> tuple[str, str, str]:
 
 
 class FrontSockets:
-    """The front end's ends for engine ``index``. ``send`` and ``receive`` are each for one thread."""
+    """The front end's ends for engine ``index``. ``send`` and ``receive`` are each for one thread at a time."""
 
     def __init__(self, context: zmq.Context, folder: str, index: int, decoder: msgspec.msgpack.Decoder):
         input_, control, output = _addresses(folder, index)

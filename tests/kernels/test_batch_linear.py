@@ -83,7 +83,8 @@ def fits(shape, rows, columns, num_tokens, **what):
     assert 2 <= stages <= shape.stages
     ring = stages * (shape.rows * shape.groups + shape.tokens) * batch.STEP * 2
     out_rows = shape.rows // (1 + what["is_gated"])
-    room = shape.buffers(**what) * shape.groups * shape.chunk(**what) * out_rows * 2
+    buffers = shape.buffers(what["has_residual"], what["has_next"])
+    room = buffers * shape.groups * shape.chunk(**what) * out_rows * 2
     return ring + room <= 226 * 1024  # of shared memory; barriers and reductions take some too
 
 

@@ -40,7 +40,7 @@ class BatchShape(NamedTuple):
         steps = triton.cdiv(num_rows, self.rows * self.groups) * (columns // STEP)
         return min(self.programs // token_tiles, steps) * token_tiles
 
-    def buffers(self, is_gated: bool, has_residual: bool, has_next: bool) -> int:
+    def buffers(self, has_residual: bool, has_next: bool) -> int:
         """From which results leave, of a group: two of chunks that take turns, or of whole tiles one each."""
         return 1 + has_next if has_residual or has_next else 2
 
@@ -52,8 +52,8 @@ class BatchShape(NamedTuple):
 
     def stages_there(self, is_gated: bool, has_residual: bool = False, has_next: bool = False) -> int:
         """Steps that shared memory has room for."""
-        what = (is_gated, has_residual, has_next)
-        held = self.groups * self.buffers(*what) * self.chunk(*what) * self.rows // (1 + is_gated)
+        chunk = self.chunk(is_gated, has_residual, has_next)
+        held = self.groups * self.buffers(has_residual, has_next) * chunk * self.rows // (1 + is_gated)
         step = (self.groups * self.rows + self.tokens) * STEP
         return min(self.stages, (SHARED // 2 - held) // step)
 
@@ -186,7 +186,7 @@ def launch(
         ROWS=shape.rows,
         TOKENS=shape.tokens,
         CHUNK=chunk,
-        BUFFERS=shape.buffers(*what),
+        BUFFERS=shape.buffers(*what[1:]),
         STAGES=shape.stages_there(*what),
         HAS_NORM=around.squares is not None,
         HAS_BIAS=around.bias is not None,

@@ -116,7 +116,7 @@ class DecodeLinear:
         Raises ValueError where no kernel serves a shape or ``max_tokens``.
         """
         size, tiles = 0, 1
-        token_class(max_tokens)
+        token_class(max_tokens)  # which says so
         for shape in shapes:
             for most in CLASSES[1:] + BATCH_CLASSES:
                 num_tokens = min(most, max_tokens)

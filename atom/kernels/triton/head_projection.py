@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import torch
 import triton
@@ -36,6 +37,7 @@ def fills(num_tokens: int, num_rows: int) -> bool:
     return num_tokens * num_rows >= MIN_FILL * places > 0
 
 
+@cache
 def fewest_tokens(num_rows: int) -> int:
     """The smallest step whose product with so many rows of a weight the kernel takes."""
     return next(n for n in itertools.count(1) if fills(n, num_rows))

@@ -72,6 +72,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @triton.jit
+def activate(gate, IS_SILU: tl.constexpr):
+    """SiLU or the tanh form of GELU of fp32 values."""
+    if IS_SILU:
+        return gate / (1.0 + tl.exp(-gate))
+    # gate * (1 + tanh(inner)) / 2 is gate * sigmoid(2 * inner).
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-2.0 * inner))
+
+
+@triton.jit
 def _gate(
     gate_up,
     output,
@@ -85,13 +95,8 @@ def _gate(
     mask = column < SIZE
     gate = tl.load(gate_up + row * row_token + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_token + SIZE + column, mask=mask, other=0.0).to(tl.float32)
-    if IS_SILU:
-        gate = gate / (1.0 + tl.exp(-gate))
-    else:
-        # The tanh form of GELU: gate * (1 + tanh(inner)) / 2 is gate * sigmoid(2 * inner).
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate / (1.0 + tl.exp(-2.0 * inner))
-    tl.store(output + row * SIZE + column, (gate * up).to(output.dtype.element_ty), mask=mask)
+    gated = activate(gate, IS_SILU) * up
+    tl.store(output + row * SIZE + column, gated.to(output.dtype.element_ty), mask=mask)
 
 
 def _launch_gate(gate_up: torch.Tensor, is_silu: bool) -> torch.Tensor:

@@ -1,0 +1,213 @@
+"""Products of fp8 weights and fp8 activations with a scale for each row of both; sums in fp32.
+
+Steps of few tokens read weights and little else: one kernel of our own, which adds bias and residual to what it made.
+From ``MIN_LIBRARY_TOKENS`` on the product is the library's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from atom.kernels.linear import Activations, QuantisedRows
+from atom.kernels.reference.fp8 import Fp8Linear, Fp8Weight
+from atom.kernels.registry import register_kernel
+from atom.kernels.triton.fp8_rows import MAX_SIZE, quantise_fp8
+from atom.platforms import Platform
+from atom.utils.custom_register import direct_register_custom_op
+
+
+class Fp8Tile(NamedTuple):
+    """Tokens, output features and steps of K of a program, and how many steps are under way."""
+
+    tokens: int
+    columns: int
+    step: int
+    stages: int
+    num_warps: int
+
+
+MIN_LIBRARY_TOKENS = 129
+
+
+def tile_for(num_tokens: int) -> Fp8Tile:
+    """The tile for a step of ``num_tokens``, whatever the weight: a row's bits do not depend on its layer's size."""
+    if num_tokens <= 16:
+        return Fp8Tile(16, 32, 256, 4, 4)
+    if num_tokens <= 32:
+        return Fp8Tile(32, 32, 256, 4, 4)
+    return Fp8Tile(64, 64, 128, 4, 4)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _fp8_product(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    bias,
+    total,
+    output,
+    num_tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    k = tl.arange(0, STEP)
+    # Rows beyond the last are read as the last one and not written.
+    x_tile = x + tl.minimum(token, num_tokens - 1).to(tl.int64)[:, None] * K + k[None, :]
+    weight_tile = weight + tl.minimum(column, N - 1).to(tl.int64)[None, :] * K + k[:, None]
+    sums = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    for start in range(0, K, STEP):
+        if K % STEP == 0:
+            left = tl.load(x_tile + start)
+            right = tl.load(weight_tile + start)
+        else:
+            left = tl.load(x_tile + start, mask=(k < K - start)[None, :], other=0.0)
+            right = tl.load(weight_tile + start, mask=(k < K - start)[:, None], other=0.0)
+        sums = tl.dot(left, right, sums)
+    is_inside = (token < num_tokens)[:, None] & (column < N)[None, :]
+    sums *= tl.load(x_scales + token, mask=token < num_tokens, other=0.0)[:, None]
+    sums *= tl.load(weight_scales + column, mask=column < N, other=0.0)[None, :]
+    if HAS_BIAS:
+        sums += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    place = token.to(tl.int64)[:, None] * N + column[None, :]
+    if ADDS:
+        sums += tl.load(total + place, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(output + place, sums.to(output.dtype.element_ty), mask=is_inside)
+
+
+def launch(
+    tile: Fp8Tile,
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    adds: bool,
+) -> None:
+    """Write the product into ``output [num_tokens, N]``; with ``adds``, add it to what is there."""
+    (num_tokens, in_features), out_features = x.shape, len(weight)
+    _fp8_product[(triton.cdiv(out_features, tile.columns), triton.cdiv(num_tokens, tile.tokens))](
+        x,
+        x_scales,
+        weight,
+        weight_scales,
+        bias,
+        output,
+        output,
+        num_tokens,
+        N=out_features,
+        K=in_features,
+        HAS_BIAS=bias is not None,
+        ADDS=adds,
+        TOKENS=tile.tokens,
+        COLUMNS=tile.columns,
+        STEP=tile.step,
+        num_warps=tile.num_warps,
+        num_stages=tile.stages,
+    )
+
+
+def fp8_product(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """``(x * x_scales) (weight * weight_scales)^T + bias``: ``[num_tokens, out]`` in bfloat16.
+
+    Args:
+        x: ``[num_tokens, in]`` fp8, contiguous, with ``x_scales [num_tokens, 1]`` fp32.
+        weight: ``[out, in]`` fp8, contiguous, with ``weight_scales [out, 1]`` fp32.
+        bias: ``[out]``, bfloat16.
+    """
+    if len(x) >= MIN_LIBRARY_TOKENS:
+        return torch._scaled_mm(
+            x,
+            weight.t(),
+            scale_a=x_scales,
+            scale_b=weight_scales.t(),
+            bias=bias,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+    output = torch.empty((len(x), len(weight)), dtype=torch.bfloat16, device=x.device)
+    if len(x):
+        launch(tile_for(len(x)), x, x_scales, weight, weight_scales, bias, output, adds=False)
+    return output
+
+
+def add_fp8_product(
+    total: torch.Tensor,
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """Add that product to ``total [num_tokens, out]``, bfloat16."""
+    if len(x) >= MIN_LIBRARY_TOKENS:
+        total.add_(fp8_product(x, x_scales, weight, weight_scales, bias))
+    elif len(x):
+        launch(tile_for(len(x)), x, x_scales, weight, weight_scales, bias, total, adds=True)
+
+
+direct_register_custom_op(
+    "fp8_product",
+    fp8_product,
+    fake_impl=lambda x, x_scales, weight, weight_scales, bias: x.new_empty(
+        (x.shape[0], weight.shape[0]), dtype=torch.bfloat16
+    ),
+)
+direct_register_custom_op("add_fp8_product", add_fp8_product, mutates_args=["total"])
+
+
+class TritonFp8Linear(Fp8Linear):
+    """The same by tensor cores. Compiled code sees opaque ops, which choose by the tokens of their step."""
+
+    def quantise(self, x: torch.Tensor) -> QuantisedRows:
+        return quantise_fp8(x)
+
+    def product(self, x: QuantisedRows, packed: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.ops.aiter.fp8_product(*x, packed.values, packed.scales, bias)
+
+    def add_to(
+        self, total: torch.Tensor, x: Activations, packed: Fp8Weight, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows = x if isinstance(x, QuantisedRows) else self.quantise(x)
+        torch.ops.aiter.add_fp8_product(total, *rows, packed.values, packed.scales, bias)
+        return total
+
+    def rehearse(self, packed: Fp8Weight, max_tokens: int) -> None:
+        x, scales = packed.values[:1], packed.scales[:1]
+        output = torch.empty((1, len(packed.values)), dtype=packed.dtype, device=x.device)
+        for num_tokens in (16, 32, 64):
+            for adds in (False, True):
+                launch(tile_for(num_tokens), x, scales, *packed[:2], None, output, adds)
+
+
+def _supports(
+    platform: Platform, *, dtype: Any = None, in_features: int = 0, out_features: int = 0, **_: Any
+) -> bool:
+    return (
+        dtype is torch.bfloat16
+        and 0 < in_features <= MAX_SIZE
+        and in_features % 16 == 0
+        and out_features % 16 == 0
+        and platform.supports("fp8_e4m3fn")
+    )
+
+
+register_kernel("linear_fp8", "triton", priority={"cuda": 10}, supports=_supports)(TritonFp8Linear())

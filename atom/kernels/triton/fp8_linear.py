@@ -63,19 +63,20 @@ def _fp8_product(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     k = tl.arange(0, STEP)
-    # Rows beyond the last are read as the last one and not written.
-    x_tile = x + tl.minimum(token, num_tokens - 1).to(tl.int64)[:, None] * K + k[None, :]
+    # Rows of tokens that are not there cost no reads; weights of columns beyond the last are the last one's.
+    has_token = (token < num_tokens)[:, None]
+    x_tile = x + token.to(tl.int64)[:, None] * K + k[None, :]
     weight_tile = weight + tl.minimum(column, N - 1).to(tl.int64)[None, :] * K + k[:, None]
     sums = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for start in range(0, K, STEP):
         if K % STEP == 0:
-            left = tl.load(x_tile + start)
+            left = tl.load(x_tile + start, mask=has_token, other=0.0)
             right = tl.load(weight_tile + start)
         else:
-            left = tl.load(x_tile + start, mask=(k < K - start)[None, :], other=0.0)
+            left = tl.load(x_tile + start, mask=has_token & (k < K - start)[None, :], other=0.0)
             right = tl.load(weight_tile + start, mask=(k < K - start)[:, None], other=0.0)
         sums = tl.dot(left, right, sums)
-    is_inside = (token < num_tokens)[:, None] & (column < N)[None, :]
+    is_inside = has_token & (column < N)[None, :]
     sums *= tl.load(x_scales + token, mask=token < num_tokens, other=0.0)[:, None]
     sums *= tl.load(weight_scales + column, mask=column < N, other=0.0)[None, :]
     if HAS_BIAS:

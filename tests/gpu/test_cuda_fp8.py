@@ -7,6 +7,7 @@ import torch
 
 from atom.kernels.reference import fp8
 from atom.kernels.triton import fp8_linear, fp8_rows
+from atom.model_ops.linear import LinearBase
 from atom.sampling_params import SamplingParams
 from tests.helpers.core_driver import run_to_the_end
 from tests.helpers.tiny_model import make_tiny_model
@@ -89,7 +90,7 @@ def test_engines_round_alike(folders, family, monkeypatch):
     _, wanted = answers(folders[family], "cpu", 0, "NONE", online_quant_config=PTPC)
     for level, mode in ((0, "NONE"), (0, "FULL"), (3, "FULL"), (3, "NONE")):
         driver, found = answers(folders[family], "cuda", level, mode, online_quant_config=PTPC)
-        kernels = {type(m.kernel) for m in driver.core.worker.model.modules() if hasattr(m, "packed")}
+        kernels = {type(m.kernel) for m in driver.core.worker.model.modules() if isinstance(m, LinearBase)}
         assert fp8_linear.TritonFp8Linear in kernels
         for i in PROMPTS:
             assert len(found[i]) == GREEDY.max_tokens

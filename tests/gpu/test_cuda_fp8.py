@@ -21,7 +21,7 @@ SHAPES = {"0.6B qkv": (4096, 1024), "1B down": (2048, 8192), "8B out": (4096, 40
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
 PTPC = {"global_quant_config": "ptpc_fp8"}
 PROMPTS = {i: [(i * 37 + j * 11) % 250 + 1 for j in range(5 + 31 * i)] for i in range(1, 5)}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=20, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -73,34 +73,66 @@ def folders(tmp_path_factory):
     return {family: make_tiny_model(root / family, family) for family in FAMILIES}
 
 
-def answers(folder, device, level, mode, **fields):
-    """Each prompt's ids and log-probabilities, of an engine in bf16."""
+def first_scores(folder, device, level, mode, **fields):
+    """The engine, in bf16, and of each prompt's first token the best ids' log-probabilities."""
     compilation = {"level": level, "cudagraph_mode": mode, "cudagraph_capture_sizes": (1, 2, 4)}
-    fields = {"dtype": "bfloat16", "max_num_batched_tokens": 96, "max_num_seqs": 4, **fields}
     compilation["cache_dir"] = str(folder / "compiled")
+    fields = {"dtype": "bfloat16", "max_num_batched_tokens": 96, "max_num_seqs": 4, **fields}
     driver = run_to_the_end(folder, PROMPTS, GREEDY, device=device, compilation_config=compilation, **fields)
-    scores = {i: [s.logprob for e in driver.events[i] for s in e.logprobs or ()] for i in PROMPTS}
-    return driver, scores
+    assert all(len(driver.tokens[i]) == GREEDY.max_tokens for i in PROMPTS)
+    firsts = {i: next(s for e in driver.events[i] for s in e.logprobs or ()) for i in PROMPTS}
+    return driver, {i: dict(zip(s.top_ids, s.top_logprobs, strict=True)) for i, s in firsts.items()}
+
+
+def assert_alike(found, wanted):
+    """Most of the best 20 ids of 256 are the same, with scores as close as rounding 4 bits leaves them."""
+    for i in PROMPTS:
+        both = found[i].keys() & wanted[i].keys()
+        assert len(both) >= 14, (i, len(both))
+        assert sum(abs(found[i][t] - wanted[i][t]) for t in both) / len(both) < 0.15, i
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engines_round_alike(folders, family, monkeypatch):
-    """The first token's log-probability, of every way to run the model, is the reference's on the CPU."""
+    """Whatever the level and the graphs, an engine computes what the reference computes on the CPU."""
     monkeypatch.setenv("ATOM_TOKEN_GRAPH_SIZES", "64")
-    _, wanted = answers(folders[family], "cpu", 0, "NONE", online_quant_config=PTPC)
+    _, wanted = first_scores(folders[family], "cpu", 0, "NONE", online_quant_config=PTPC)
     for level, mode in ((0, "NONE"), (0, "FULL"), (3, "FULL"), (3, "NONE")):
-        driver, found = answers(folders[family], "cuda", level, mode, online_quant_config=PTPC)
-        kernels = {type(m.kernel) for m in driver.core.worker.model.modules() if isinstance(m, LinearBase)}
-        assert fp8_linear.TritonFp8Linear in kernels
-        for i in PROMPTS:
-            assert len(found[i]) == GREEDY.max_tokens
-            assert found[i][0] == pytest.approx(wanted[i][0], abs=0.08), (level, mode, i)
+        driver, found = first_scores(folders[family], "cuda", level, mode, online_quant_config=PTPC)
+        layers = [m for m in driver.core.worker.model.modules() if isinstance(m, LinearBase)]
+        assert {type(layer.kernel) for layer in layers} == {fp8_linear.TritonFp8Linear}
+        assert_alike(found, wanted)
 
 
 def test_switches_only_move_the_rounding(folders, monkeypatch):
-    _, wanted = answers(folders["llama"], "cuda", 3, "FULL", online_quant_config=PTPC)
+    _, wanted = first_scores(folders["llama"], "cuda", 3, "FULL", online_quant_config=PTPC)
     monkeypatch.setenv("ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT", "0")
     monkeypatch.setenv("ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_SILU_MUL_QUANT", "0")
-    _, found = answers(folders["llama"], "cuda", 3, "FULL", online_quant_config=PTPC)
-    for i in PROMPTS:
-        assert found[i][0] == pytest.approx(wanted[i][0], abs=0.08)
+    _, found = first_scores(folders["llama"], "cuda", 3, "FULL", online_quant_config=PTPC)
+    assert_alike(found, wanted)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 48])
+def test_a_chain_of_dependent_launches_is_the_reference(num_tokens):
+    """A layer's passes, each started while the one before ends, many times over: nothing is read too early."""
+    linear, reference, size, inner = fp8_linear.TritonFp8Linear(), fp8.Fp8Linear(), 1024, 3072
+    up, down = linear.pack(normal(2 * inner, size)), linear.pack(normal(size, inner))
+    weight, x = torch.rand(size, device="cuda") + 0.5, normal(num_tokens, size)
+    graph, found, wanted = torch.cuda.CUDAGraph(), torch.empty_like(x), x.clone()
+    for _ in range(6):
+        gate_up = reference(fp8.rms_norm_fp8(wanted, weight, 1e-6), up, None)
+        wanted = wanted + reference(fp8.silu_and_mul_fp8(gate_up), down, None)
+
+    def chain():
+        found.copy_(x)
+        for _ in range(6):
+            gate_up = linear(fp8_rows.rms_norm_fp8(found, weight, 1e-6), up, None)
+            linear.add_to(found, fp8_rows.silu_and_mul_fp8(gate_up), down, None)
+
+    chain()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(20):
+        found.zero_()
+        graph.replay()
+        assert error(found, wanted) < 2e-2

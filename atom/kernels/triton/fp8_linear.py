@@ -1,7 +1,7 @@
 """Products of fp8 weights and fp8 activations with a scale for each row of both; sums in fp32.
 
-Steps of few tokens read weights and little else: one kernel of our own, which adds bias and residual to what it made.
-From ``MIN_LIBRARY_TOKENS`` on the product is the library's.
+Steps of few tokens read weights and little else: one kernel of our own, which adds bias and residual to what it made
+and asks for its first weights while the launch before it ends. With more tokens the product is the library's.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from atom.kernels.linear import Activations, QuantisedRows
 from atom.kernels.reference.fp8 import Fp8Linear, Fp8Weight
 from atom.kernels.registry import register_kernel
+from atom.kernels.triton.decode_parts import pdl_options, send_to_l2
 from atom.kernels.triton.fp8_rows import MAX_SIZE, quantise_fp8
+from atom.kernels.triton.hopper import has_dependent_launch
 from atom.platforms import Platform
 from atom.utils.custom_register import direct_register_custom_op
 
@@ -30,16 +33,18 @@ class Fp8Tile(NamedTuple):
     num_warps: int
 
 
-MIN_LIBRARY_TOKENS = 129
+MIN_LIBRARY_TOKENS = 65
+MAX_NARROW = (
+    4096  # output features up to which tiles are half as wide: there would be fewer than multiprocessors
+)
+SENT_BYTES = 2048  # of each column's weights, sent to L2 while the launch before ends
 
 
-def tile_for(num_tokens: int) -> Fp8Tile:
-    """The tile for a step of ``num_tokens``, whatever the weight: a row's bits do not depend on its layer's size."""
+def tile_for(num_tokens: int, out_features: int) -> Fp8Tile:
+    """The tile for ``num_tokens``, fewer than ``MIN_LIBRARY_TOKENS``. Sums run over K in the same order in all."""
     if num_tokens <= 16:
-        return Fp8Tile(16, 32, 256, 4, 4)
-    if num_tokens <= 32:
-        return Fp8Tile(32, 32, 256, 4, 4)
-    return Fp8Tile(64, 64, 128, 4, 4)
+        return Fp8Tile(16, 32, 256, 5, 4)
+    return Fp8Tile(64, 32 if out_features <= MAX_NARROW else 64, 256, 5, 4)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -59,6 +64,8 @@ def _fp8_product(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    SENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -67,6 +74,12 @@ def _fp8_product(
     has_token = (token < num_tokens)[:, None]
     x_tile = x + token.to(tl.int64)[:, None] * K + k[None, :]
     weight_tile = weight + tl.minimum(column, N - 1).to(tl.int64)[None, :] * K + k[:, None]
+    if PDL:
+        line = tl.minimum(tl.arange(0, SENT // 128) * 128, K - 1)
+        lines = weight + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K + line[None, :]
+        send_to_l2(lines)
+        gdc_launch_dependents()
+        gdc_wait()
     sums = tl.zeros((TOKENS, COLUMNS), tl.float32)
     for start in range(0, K, STEP):
         if K % STEP == 0:
@@ -99,6 +112,7 @@ def launch(
 ) -> None:
     """Write the product into ``output [num_tokens, N]``; with ``adds``, add it to what is there."""
     (num_tokens, in_features), out_features = x.shape, len(weight)
+    uses_pdl = has_dependent_launch(x)
     _fp8_product[(triton.cdiv(out_features, tile.columns), triton.cdiv(num_tokens, tile.tokens))](
         x,
         x_scales,
@@ -115,8 +129,11 @@ def launch(
         TOKENS=tile.tokens,
         COLUMNS=tile.columns,
         STEP=tile.step,
+        SENT=SENT_BYTES,
+        PDL=uses_pdl,
         num_warps=tile.num_warps,
         num_stages=tile.stages,
+        **pdl_options(uses_pdl),
     )
 
 
@@ -146,7 +163,7 @@ def fp8_product(
         )
     output = torch.empty((len(x), len(weight)), dtype=torch.bfloat16, device=x.device)
     if len(x):
-        launch(tile_for(len(x)), x, x_scales, weight, weight_scales, bias, output, adds=False)
+        launch(tile_for(len(x), len(weight)), x, x_scales, weight, weight_scales, bias, output, adds=False)
     return output
 
 
@@ -162,7 +179,7 @@ def add_fp8_product(
     if len(x) >= MIN_LIBRARY_TOKENS:
         total.add_(fp8_product(x, x_scales, weight, weight_scales, bias))
     elif len(x):
-        launch(tile_for(len(x)), x, x_scales, weight, weight_scales, bias, total, adds=True)
+        launch(tile_for(len(x), len(weight)), x, x_scales, weight, weight_scales, bias, total, adds=True)
 
 
 direct_register_custom_op(
@@ -194,9 +211,9 @@ class TritonFp8Linear(Fp8Linear):
     def rehearse(self, packed: Fp8Weight, max_tokens: int) -> None:
         x, scales = packed.values[:1], packed.scales[:1]
         output = torch.empty((1, len(packed.values)), dtype=packed.dtype, device=x.device)
-        for num_tokens in (16, 32, 64):
+        for num_tokens in (16, 64):
             for adds in (False, True):
-                launch(tile_for(num_tokens), x, scales, *packed[:2], None, output, adds)
+                launch(tile_for(num_tokens, len(packed.values)), x, scales, *packed[:2], None, output, adds)
 
 
 def _supports(

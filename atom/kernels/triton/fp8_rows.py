@@ -6,18 +6,19 @@ A program holds a row: its largest value is known before the first is written, s
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from atom.kernels.linear import QuantisedRows
 from atom.kernels.reference.fp8 import FP8, FP8_MAX, MIN_LARGEST
 from atom.kernels.registry import register_kernel
-from atom.kernels.triton.elementwise import activate
+from atom.kernels.triton.decode_parts import GELU_TANH, NO_ACTIVATION, SILU, activate, pdl_options
+from atom.kernels.triton.hopper import has_dependent_launch
 from atom.platforms import Platform
 from atom.utils.custom_register import direct_register_custom_op
 
 PRIORITY = {"cuda": 10}  # ROCm's older chips have another fp8
 MAX_SIZE = 65536  # of a row, which a program holds
 
-_PLAIN, _NORM, _SILU, _GELU = (tl.constexpr(form) for form in range(4))
 _LARGEST = tl.constexpr(FP8_MAX)
 _MIN_LARGEST = tl.constexpr(MIN_LARGEST)
 
@@ -30,31 +31,42 @@ def _round_rows(
     scales,
     eps,
     x_row,
-    FORM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, SIZE_PAD)
     mask = channel < SIZE
-    wide = tl.load(x + row * x_row + channel, mask=mask, other=0.0).to(tl.float32)
-    if FORM == _NORM:
+    if HAS_NORM:
         factor = tl.load(weight + channel, mask=mask, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    wide = tl.load(x + row * x_row + channel, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
         wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps) * factor
-    elif FORM != _PLAIN:
+    if ACTIVATION:
         up = tl.load(x + row * x_row + SIZE + channel, mask=mask, other=0.0).to(tl.float32)
-        wide = activate(wide, FORM == _SILU) * up
+        wide = activate(wide, up, ACTIVATION)
     scale = tl.maximum(tl.max(tl.abs(wide), 0), _MIN_LARGEST) / _LARGEST
     tl.store(values + row * SIZE + channel, (wide / scale).to(values.dtype.element_ty), mask=mask)
     tl.store(scales + row, scale)
 
 
 def _launch(
-    x: torch.Tensor, size: int, form: tl.constexpr, weight: torch.Tensor | None = None, eps: float = 0.0
+    x: torch.Tensor,
+    size: int,
+    weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    activation: int = NO_ACTIVATION,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round ``size`` results for each row of ``x [num_tokens, size or 2 * size]``, whose rows are contiguous."""
     values = torch.empty((len(x), size), dtype=FP8, device=x.device)
     scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+    uses_pdl = has_dependent_launch(x)
     if len(x):
         _round_rows[(len(x),)](
             x,
@@ -63,24 +75,27 @@ def _launch(
             scales,
             eps,
             x.stride(0),
-            FORM=form.value,
+            HAS_NORM=weight is not None,
+            ACTIVATION=activation,
             SIZE=size,
             SIZE_PAD=triton.next_power_of_2(size),
+            PDL=uses_pdl,
             num_warps=4 if size <= 2048 else 8 if size <= 8192 else 16,
+            **pdl_options(uses_pdl),
         )
     return values, scales
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch(x, x.shape[1], _PLAIN)
+    return _launch(x, x.shape[1])
 
 
 def rms_norm_rows(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch(x, x.shape[1], _NORM, weight, eps)
+    return _launch(x, x.shape[1], weight, eps)
 
 
 def gated_rows(gate_up: torch.Tensor, is_silu: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launch(gate_up, gate_up.shape[1] // 2, _SILU if is_silu else _GELU)
+    return _launch(gate_up, gate_up.shape[1] // 2, activation=SILU if is_silu else GELU_TANH)
 
 
 def _shape_only(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

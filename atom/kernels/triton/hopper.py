@@ -10,6 +10,16 @@ import torch
 MULTIPROCESSORS = 132  # of an H200
 
 
+def has_dependent_launch(x: torch.Tensor) -> bool:
+    """Whether a launch on the device of ``x`` may start while the one before it ends."""
+    return x.is_cuda and _is_sm90(x.device)
+
+
+@cache
+def _is_sm90(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 @cache
 def shared_layout(rank: int = 2, row_bytes: int = 128) -> Any:
     """Of tiles of 16-bit numbers that are brought or written in bulk, in rows of 32, 64 or 128 bytes."""

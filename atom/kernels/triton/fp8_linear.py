@@ -6,7 +6,7 @@ and asks for its first weights while the launch before it ends. With more tokens
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,29 +22,16 @@ from atom.kernels.triton.hopper import has_dependent_launch
 from atom.platforms import Platform
 from atom.utils.custom_register import direct_register_custom_op
 
-
-class Fp8Tile(NamedTuple):
-    """Tokens, output features and steps of K of a program, and how many steps are under way."""
-
-    tokens: int
-    columns: int
-    step: int
-    stages: int
-    num_warps: int
-
-
 MIN_LIBRARY_TOKENS = 65
-MAX_NARROW = (
-    4096  # output features up to which tiles are half as wide: there would be fewer than multiprocessors
-)
-SENT_BYTES = 2048  # of each column's weights, sent to L2 while the launch before ends
+# A tile takes all tokens: rows of tokens that are not there cost no reads, and tiles of 16 rows, whose products are by
+# other instructions, were slower at one token (H200). It has fewer columns where there would be too few tiles.
+TOKENS, STEP, STAGES = 64, 256, 5
+SENT_BYTES = 1024  # of each column's weights, sent to L2 while the launch before ends
 
 
-def tile_for(num_tokens: int, out_features: int) -> Fp8Tile:
-    """The tile for ``num_tokens``, fewer than ``MIN_LIBRARY_TOKENS``. Sums run over K in the same order in all."""
-    if num_tokens <= 16:
-        return Fp8Tile(16, 32, 256, 5, 4)
-    return Fp8Tile(64, 32 if out_features <= MAX_NARROW else 64, 256, 5, 4)
+def tile_columns(out_features: int) -> int:
+    """How many output features a program computes; each sum runs over K in the same order whatever they are."""
+    return 64 if out_features > 4096 else 32
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -54,7 +41,6 @@ def _fp8_product(
     weight,
     weight_scales,
     bias,
-    total,
     output,
     num_tokens,
     N: tl.constexpr,
@@ -68,9 +54,9 @@ def _fp8_product(
     PDL: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    token = tl.arange(0, TOKENS)
     k = tl.arange(0, STEP)
-    # Rows of tokens that are not there cost no reads; weights of columns beyond the last are the last one's.
+    # Weights of columns beyond the last are the last one's.
     has_token = (token < num_tokens)[:, None]
     x_tile = x + token.to(tl.int64)[:, None] * K + k[None, :]
     weight_tile = weight + tl.minimum(column, N - 1).to(tl.int64)[None, :] * K + k[:, None]
@@ -96,12 +82,11 @@ def _fp8_product(
         sums += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     place = token.to(tl.int64)[:, None] * N + column[None, :]
     if ADDS:
-        sums += tl.load(total + place, mask=is_inside, other=0.0).to(tl.float32)
+        sums += tl.load(output + place, mask=is_inside, other=0.0).to(tl.float32)
     tl.store(output + place, sums.to(output.dtype.element_ty), mask=is_inside)
 
 
 def launch(
-    tile: Fp8Tile,
     x: torch.Tensor,
     x_scales: torch.Tensor,
     weight: torch.Tensor,
@@ -110,29 +95,28 @@ def launch(
     output: torch.Tensor,
     adds: bool,
 ) -> None:
-    """Write the product into ``output [num_tokens, N]``; with ``adds``, add it to what is there."""
+    """Write the product of up to ``TOKENS`` tokens into ``output [num_tokens, N]``; with ``adds``, add it to that."""
     (num_tokens, in_features), out_features = x.shape, len(weight)
-    uses_pdl = has_dependent_launch(x)
-    _fp8_product[(triton.cdiv(out_features, tile.columns), triton.cdiv(num_tokens, tile.tokens))](
+    columns, uses_pdl = tile_columns(out_features), has_dependent_launch(x)
+    _fp8_product[(triton.cdiv(out_features, columns),)](
         x,
         x_scales,
         weight,
         weight_scales,
         bias,
         output,
-        output,
         num_tokens,
         N=out_features,
         K=in_features,
         HAS_BIAS=bias is not None,
         ADDS=adds,
-        TOKENS=tile.tokens,
-        COLUMNS=tile.columns,
-        STEP=tile.step,
+        TOKENS=TOKENS,
+        COLUMNS=columns,
+        STEP=STEP,
         SENT=SENT_BYTES,
         PDL=uses_pdl,
-        num_warps=tile.num_warps,
-        num_stages=tile.stages,
+        num_warps=4,
+        num_stages=STAGES,
         **pdl_options(uses_pdl),
     )
 
@@ -163,7 +147,7 @@ def fp8_product(
         )
     output = torch.empty((len(x), len(weight)), dtype=torch.bfloat16, device=x.device)
     if len(x):
-        launch(tile_for(len(x), len(weight)), x, x_scales, weight, weight_scales, bias, output, adds=False)
+        launch(x, x_scales, weight, weight_scales, bias, output, adds=False)
     return output
 
 
@@ -179,7 +163,7 @@ def add_fp8_product(
     if len(x) >= MIN_LIBRARY_TOKENS:
         total.add_(fp8_product(x, x_scales, weight, weight_scales, bias))
     elif len(x):
-        launch(tile_for(len(x), len(weight)), x, x_scales, weight, weight_scales, bias, total, adds=True)
+        launch(x, x_scales, weight, weight_scales, bias, total, adds=True)
 
 
 direct_register_custom_op(
@@ -211,9 +195,8 @@ class TritonFp8Linear(Fp8Linear):
     def rehearse(self, packed: Fp8Weight, max_tokens: int) -> None:
         x, scales = packed.values[:1], packed.scales[:1]
         output = torch.empty((1, len(packed.values)), dtype=packed.dtype, device=x.device)
-        for num_tokens in (16, 64):
-            for adds in (False, True):
-                launch(tile_for(num_tokens, len(packed.values)), x, scales, *packed[:2], None, output, adds)
+        for adds in (False, True):
+            launch(x, scales, *packed[:2], None, output, adds)
 
 
 def _supports(

@@ -97,7 +97,7 @@ def launch(
 ) -> None:
     """Write the product of up to ``TOKENS`` tokens into ``output [num_tokens, N]``; with ``adds``, add it to that."""
     (num_tokens, in_features), out_features = x.shape, len(weight)
-    columns, uses_pdl = tile_columns(out_features), has_dependent_launch(x)
+    columns, uses_pdl = tile_columns(out_features), has_dependent_launch(x.device)
     _fp8_product[(triton.cdiv(out_features, columns),)](
         x,
         x_scales,

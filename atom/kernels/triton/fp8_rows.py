@@ -66,7 +66,7 @@ def _launch(
     """Round ``size`` results for each row of ``x [num_tokens, size or 2 * size]``, whose rows are contiguous."""
     values = torch.empty((len(x), size), dtype=FP8, device=x.device)
     scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
-    uses_pdl = has_dependent_launch(x)
+    uses_pdl = has_dependent_launch(x.device)
     if len(x):
         _round_rows[(len(x),)](
             x,

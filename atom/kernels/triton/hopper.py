@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 
+from atom.platforms import platform_of_device
+
 MULTIPROCESSORS = 132  # of an H200
 
 
-def has_dependent_launch(x: torch.Tensor) -> bool:
-    """Whether a launch on the device of ``x`` may start while the one before it ends."""
-    return x.is_cuda and _is_sm90(x.device)
-
-
 @cache
-def _is_sm90(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a launch on ``device`` may start while the one before it ends."""
+    return device.type == "cuda" and platform_of_device(device).architecture() == "sm_90"
 
 
 @cache

@@ -39,7 +39,7 @@ class LinearKernel(ABC):
     takes_gguf_blocks: bool = False  # whether a GGUF file's blocks may stand in for what ``pack`` makes
     can_gather: ClassVar[bool] = False  # whether an embedding may be read from the packed weight
     takes_quantised: ClassVar[bool] = (
-        False  # whether its input may be ``QuantisedRows``: it would round it to those
+        False  # whether it rounds its input to ``QuantisedRows``, and takes those too
     )
 
     @abstractmethod

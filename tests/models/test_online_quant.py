@@ -146,7 +146,7 @@ def test_only_norms_before_products_round(case):
 
 
 def test_an_engine_serves_what_it_rounded(tmp_path, caplog):
-    folder = make_tiny_model(tmp_path / "m", "llama")
+    folder = make_tiny_model(tmp_path / "m", "llama", num_hidden_layers=1)
     prompts = {1: [5, 9, 2, 7], 2: [3] * 40}
     online = PTPC | {"exclude_layer": ["*.o_poj"]}
     plain = run_to_the_end(folder, prompts, GREEDY, device="cpu")

@@ -38,9 +38,7 @@ class LinearKernel(ABC):
     makes_copy: ClassVar[bool]  # whether ``pack`` leaves the original unused
     takes_gguf_blocks: bool = False  # whether a GGUF file's blocks may stand in for what ``pack`` makes
     can_gather: ClassVar[bool] = False  # whether an embedding may be read from the packed weight
-    takes_quantised: ClassVar[bool] = (
-        False  # whether it rounds its input to ``QuantisedRows``, and takes those too
-    )
+    takes_quantised: ClassVar[bool] = False  # whether it rounds its input, and takes ``QuantisedRows`` too
 
     @abstractmethod
     def pack(self, weight: torch.Tensor) -> Any:

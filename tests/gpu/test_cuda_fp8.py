@@ -112,7 +112,7 @@ def test_switches_only_move_the_rounding(folders, monkeypatch):
     assert_alike(found, wanted)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 48])
+@pytest.mark.parametrize("num_tokens", [1, 48, 100])
 def test_a_chain_of_dependent_launches_is_that_of_separate_ones(num_tokens):
     """Passes that start while the one before ends, many times over: nothing is read too early."""
     linear, size, inner = fp8_linear.TritonFp8Linear(), 1024, 3072

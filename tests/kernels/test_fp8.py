@@ -92,7 +92,7 @@ def test_no_rows():
     assert fp8_linear.fp8_product(*rows, weight.values, weight.scales, None).shape == (0, 32)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 17, 64])
+@pytest.mark.parametrize("num_tokens", [1, 64, 70])
 @pytest.mark.parametrize("size", [(48, 512), (80, 208)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_equal_the_reference(num_tokens, size, has_bias):

@@ -1,12 +1,13 @@
 """Products of fp8 weights and fp8 activations with a scale for each row of both; sums in fp32.
 
-Steps of few tokens read weights and little else: one kernel of our own, which adds bias and residual to what it made
-and asks for its first weights while the launch before it ends. With more tokens the product is the library's.
+Steps of up to ``MAX_TOKENS`` tokens read weights and little else: one kernel of our own, which adds bias and residual
+to what it made and asks for its first weights while the launch before it ends. With more the product is the library's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,18 +20,44 @@ from atom.kernels.registry import register_kernel
 from atom.kernels.triton.decode_parts import pdl_options, send_to_l2
 from atom.kernels.triton.fp8_rows import MAX_SIZE, quantise_fp8
 from atom.kernels.triton.hopper import has_dependent_launch
-from atom.platforms import Platform
+from atom.platforms import Platform, platform_of_device
 from atom.utils.custom_register import direct_register_custom_op
 
-MIN_LIBRARY_TOKENS = 65
-# A tile takes all tokens: rows of tokens that are not there cost no reads, and tiles of 16 rows, whose products are by
-# other instructions, were slower at one token (H200). It has fewer columns where there would be too few tiles.
-TOKENS, STEP, STAGES = 64, 256, 5
+
+class Fp8Tile(NamedTuple):
+    """Tokens and step of K of a program."""
+
+    tokens: int
+    step: int
+    num_warps: int
+
+
+# Rows of tokens that are not there cost no reads, so that one tile serves up to 64: tiles of 16 rows, whose products
+# are by other instructions, took longer at one token (H200).
+TILES = (Fp8Tile(64, 256, 4), Fp8Tile(128, 128, 8))
+STAGES, FEW_STAGES = 6, 2  # the first take 192 KiB of shared memory
+LARGE_SHARED_MEMORY = ("sm_90", "sm_100", "sm_103")
+MAX_TOKENS = 128  # with more the library's product takes less time
 SENT_BYTES = 1024  # of each column's weights, sent to L2 while the launch before ends
 
 
+def tile_for(num_tokens: int) -> Fp8Tile:
+    """The smallest tile that holds up to ``MAX_TOKENS`` tokens."""
+    return next(tile for tile in TILES if num_tokens <= tile.tokens)
+
+
+@cache
+def num_stages(device: torch.device) -> int:
+    """How many steps of K a program of ``device`` has room for."""
+    is_large = device.type == "cuda" and platform_of_device(device).architecture() in LARGE_SHARED_MEMORY
+    return STAGES if is_large else FEW_STAGES
+
+
 def tile_columns(out_features: int) -> int:
-    """How many output features a program computes; each sum runs over K in the same order whatever they are."""
+    """How many output features a program computes: fewer where there would be fewer programs than multiprocessors.
+
+    Each sum runs over K in the same order whatever they are.
+    """
     return 64 if out_features > 4096 else 32
 
 
@@ -95,9 +122,10 @@ def launch(
     output: torch.Tensor,
     adds: bool,
 ) -> None:
-    """Write the product of up to ``TOKENS`` tokens into ``output [num_tokens, N]``; with ``adds``, add it to that."""
+    """Write a product into ``output [num_tokens, N]``, or add it to that; ``num_tokens`` is 1 to ``MAX_TOKENS``."""
     (num_tokens, in_features), out_features = x.shape, len(weight)
-    columns, uses_pdl = tile_columns(out_features), has_dependent_launch(x.device)
+    tile, columns = tile_for(num_tokens), tile_columns(out_features)
+    uses_pdl = has_dependent_launch(x.device)
     _fp8_product[(triton.cdiv(out_features, columns),)](
         x,
         x_scales,
@@ -110,13 +138,13 @@ def launch(
         K=in_features,
         HAS_BIAS=bias is not None,
         ADDS=adds,
-        TOKENS=TOKENS,
+        TOKENS=tile.tokens,
         COLUMNS=columns,
-        STEP=STEP,
+        STEP=tile.step,
         SENT=SENT_BYTES,
         PDL=uses_pdl,
-        num_warps=4,
-        num_stages=STAGES,
+        num_warps=tile.num_warps,
+        num_stages=num_stages(x.device),
         **pdl_options(uses_pdl),
     )
 
@@ -135,7 +163,7 @@ def fp8_product(
         weight: ``[out, in]`` fp8, contiguous, with ``weight_scales [out, 1]`` fp32.
         bias: ``[out]``, bfloat16.
     """
-    if len(x) >= MIN_LIBRARY_TOKENS:
+    if len(x) > MAX_TOKENS:
         return torch._scaled_mm(
             x,
             weight.t(),
@@ -160,7 +188,7 @@ def add_fp8_product(
     bias: torch.Tensor | None,
 ) -> None:
     """Add that product to ``total [num_tokens, out]``, bfloat16."""
-    if len(x) >= MIN_LIBRARY_TOKENS:
+    if len(x) > MAX_TOKENS:
         total.add_(fp8_product(x, x_scales, weight, weight_scales, bias))
     elif len(x):
         launch(x, x_scales, weight, weight_scales, bias, total, adds=True)
@@ -193,10 +221,13 @@ class TritonFp8Linear(Fp8Linear):
         return total
 
     def rehearse(self, packed: Fp8Weight, max_tokens: int) -> None:
-        x, scales = packed.values[:1], packed.scales[:1]
-        output = torch.empty((1, len(packed.values)), dtype=packed.dtype, device=x.device)
-        for adds in (False, True):
-            launch(x, scales, *packed[:2], None, output, adds)
+        scales = torch.empty((MAX_TOKENS, 1), dtype=torch.float32, device=packed.values.device)
+        x = packed.values.new_empty((MAX_TOKENS, packed.values.shape[1]))
+        output = torch.empty((MAX_TOKENS, len(packed.values)), dtype=packed.dtype, device=x.device)
+        for tile in TILES:
+            rows = slice(tile.tokens)
+            for adds in (False, True):
+                launch(x[rows], scales[rows], *packed[:2], None, output[rows], adds)
 
 
 def _supports(

@@ -219,6 +219,10 @@ class Config:
             raise ConfigError(
                 f"gguf_dtype must not be 'keep' with cpu_weights {self.cpu_weights!r}; got both"
             )
+        if self.online_quant_config is not None and self.cpu_weights is not None:
+            raise ConfigError(
+                f"online_quant_config rounds weights already: cpu_weights must be None, got {self.cpu_weights!r}"
+            )
         self._check_lengths()
         self._check_parallel()
         self._check_speculation()
@@ -461,7 +465,6 @@ LATER_FIELDS = (
     "kv_transfer_config",
     "master_addr",
     "moe_backend",
-    "online_quant_config",
     "pipeline_parallel_size",
     "port",
     "prefill_context_parallel_size",

@@ -347,7 +347,7 @@ class DCPConfig:
 
 @dataclass(frozen=True)
 class OnlineQuantConfig:
-    global_quant_config: str | None = opt(None, "Format of every layer that nothing else names.")
+    global_quant_config: str | None = opt(None, "Format of every layer that nothing else names: ptpc_fp8.")
     layer_quant_config: dict[str, str] = opt(dict, "Format by layer-name pattern.")
     exclude_layer: str | tuple[str, ...] = opt((), "Layer-name patterns left as they are.")
 

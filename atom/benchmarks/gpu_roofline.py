@@ -27,12 +27,19 @@ class Ceilings(NamedTuple):
 
 # Of one H200, measured beside the peers' figures (torch 2.11, triton 3.6).
 H200 = Ceilings(read_gb_s=4438.0, matmul_tflop_s=753.0)
+# The same with fp8 products (8,192 x 28,672 x 4,096, a scale for each row and column).
+H200_FP8 = H200._replace(matmul_tflop_s=1536.0)
 
 
 class ModelShape:
-    """Byte and operation counts of a decoder, from its ``config.json``."""
+    """Byte and operation counts of a decoder, from its ``config.json``.
 
-    def __init__(self, config: Mapping[str, Any]):
+    Args:
+        layer_bytes: of a weight of the layers; the head's are bf16.
+    """
+
+    def __init__(self, config: Mapping[str, Any], layer_bytes: int = BF16_BYTES):
+        self.layer_bytes = layer_bytes
         self.hidden = config["hidden_size"]
         self.num_heads = config["num_attention_heads"]
         self.num_kv_heads = config["num_key_value_heads"]
@@ -57,7 +64,7 @@ class ModelShape:
         if self.num_experts:
             touched = self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens)
         layer = self.dense_layer + touched * self.expert
-        return BF16_BYTES * (layer * self.num_layers + self.head)
+        return self.layer_bytes * layer * self.num_layers + BF16_BYTES * self.head
 
     @property
     def weights_per_token(self) -> int:

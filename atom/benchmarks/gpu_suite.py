@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from atom.benchmarks.gpu_roofline import H200, ModelShape
+from atom.benchmarks.gpu_roofline import H200, H200_FP8, Ceilings, ModelShape
 from atom.benchmarks.gpu_workloads import (
     FOLDER,
     Figures,
@@ -128,6 +128,7 @@ def run_model(
         name: value for name, value in vars(args).items() if value != getattr(EngineArgs(), name, None)
     }
     settings["in_process"] = in_process
+    is_fp8 = (args.online_quant_config or {}).get("global_quant_config") == "ptpc_fp8"
     entry: dict[str, Any] = {"model": model, "results": [], "skipped": []}
     record.setdefault("models", []).append(entry)
     results: list[Figures] = []
@@ -146,7 +147,7 @@ def run_model(
             results.append(figures)
             entry["results"].append(msgspec.to_builtins(figures))
             _write(record, out)
-            print(row(model, config, figures), flush=True)
+            print(row(model, config, figures, is_fp8), flush=True)
     if entry["skipped"]:
         print(f"{model}: no time for {', '.join(entry['skipped'])}", flush=True)
     _write(record, out)
@@ -180,14 +181,17 @@ HEADER = (
 )
 
 
-def row(model: str, config: dict[str, Any], figures: Figures) -> str:
-    """One line of the table. Shares are of the H200's measured ceilings."""
+def row(model: str, config: dict[str, Any], figures: Figures, is_fp8: bool = False) -> str:
+    """One line of the table. Shares are of the H200's measured ceilings, with ``is_fp8`` those of layers in fp8; the
+    peer's figures and the targets are of bf16.
+    """
     head = f"| {model} | {figures.id} |"
     if figures.error:
         return f"{head} {figures.error} |" + " |" * 7
     unit = "tok/s" if figures.kind == "throughput" else "ms"
-    bound = ModelShape(config).bound_s(
-        figures.kind, figures.concurrency, figures.prompt_len, figures.output_len, H200
+    ceilings = H200_FP8 if is_fp8 else H200
+    bound = ModelShape(config, layer_bytes=1 if is_fp8 else 2).bound_s(
+        figures.kind, figures.concurrency, figures.prompt_len, figures.output_len, ceilings
     )
     peers = peer_figures().get(model, {}).get(figures.id, [None, None, None])
     bound_value = bound * 1e3
@@ -196,17 +200,19 @@ def row(model: str, config: dict[str, Any], figures: Figures) -> str:
     numbers = [figures.value, *peers, bound_value]
     cells = " | ".join("" if number is None else _format(number, unit) for number in numbers)
     share = f"{bound / figures.seconds:.0%}"
-    return f"{head} {cells} | {share} | {verdict(figures, peers)} | {device_facts(config, figures)} |"
+    return (
+        f"{head} {cells} | {share} | {verdict(figures, peers)} | {device_facts(config, figures, ceilings)} |"
+    )
 
 
-def device_facts(config: dict[str, Any], figures: Figures) -> str:
+def device_facts(config: dict[str, Any], figures: Figures, ceilings: Ceilings = H200) -> str:
     """How busy the device was: a prefill's operations a second, and their share of the matmul peak; a decode step's
     gap. Empty where there is nothing to say.
     """
     if figures.kind == "prefill":
         flops = ModelShape(config).prefill_flops(figures.concurrency, figures.prompt_len)
         rate = flops / figures.seconds / 1e12
-        return f"{rate:.0f} TFLOP/s, {rate / H200.matmul_tflop_s:.0%} of peak"
+        return f"{rate:.0f} TFLOP/s, {rate / ceilings.matmul_tflop_s:.0%} of peak"
     if figures.gap_s is None:
         return ""
     return f"gap {figures.gap_s * 1e6:.1f} us, {figures.gap_s / figures.seconds:.1%}"

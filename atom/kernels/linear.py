@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+
+
+class QuantisedRows(NamedTuple):
+    """Activations rounded row by row, ``values * scales``.
+
+    Attributes:
+        values: ``[num_tokens, size]``, float8_e4m3fn.
+        scales: ``[num_tokens, 1]``, fp32.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+Activations = torch.Tensor | QuantisedRows
 
 
 def add_up(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -23,6 +38,7 @@ class LinearKernel(ABC):
     makes_copy: ClassVar[bool]  # whether ``pack`` leaves the original unused
     takes_gguf_blocks: bool = False  # whether a GGUF file's blocks may stand in for what ``pack`` makes
     can_gather: ClassVar[bool] = False  # whether an embedding may be read from the packed weight
+    takes_quantised: ClassVar[bool] = False  # whether it rounds its input, and takes ``QuantisedRows`` too
 
     @abstractmethod
     def pack(self, weight: torch.Tensor) -> Any:

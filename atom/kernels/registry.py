@@ -30,6 +30,8 @@ _IMPLEMENTATION_MODULES = ("atom.kernels.reference", "atom.kernels.cpu")
 # Only where Triton runs: importing it takes its time.
 _TRITON_MODULES = (
     "atom.kernels.triton.elementwise",
+    "atom.kernels.triton.fp8_linear",
+    "atom.kernels.triton.fp8_rows",
     "atom.kernels.triton.gated_linear",
     "atom.kernels.triton.sampling",
 )

@@ -34,7 +34,7 @@ from atom.model_engine.runner.readback import Readback
 from atom.model_engine.runner.step_profiler import StepProfiler
 from atom.model_engine.runner.step_sizes import StepSizes, largest_chunk, measured_sizes
 from atom.model_engine.runner.warm_up import kernels_ahead, warm_up_batches
-from atom.model_engine.runner.weight_format import check_cpu_weights, keeps_gguf_blocks
+from atom.model_engine.runner.weight_format import check_cpu_weights, check_online_quant, keeps_gguf_blocks
 from atom.model_engine.runner.worker import ReportProgress, Worker
 from atom.model_engine.scheduler import SchedulerConfig
 from atom.model_loader.loader import announce_blocks, load_dummy, load_weights
@@ -42,6 +42,7 @@ from atom.model_loader.model_files import ModelFiles
 from atom.model_ops import sampler_cpu
 from atom.model_ops.attentions.backend import override_backend
 from atom.model_ops.dense_decoder import DenseDecoder, FusedDecoder
+from atom.model_ops.online_quant import apply_online_quant
 from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_bans, to_batch_output
 from atom.models.registry import get_model_class, support_model_arch_dict
 from atom.platforms import get_platform, meta_stands_for
@@ -87,6 +88,7 @@ class ModelRunner(Worker):
         # Read now: a bad value is said before weights are read.
         self._prefill_sizes = token_graph_sizes(in_eighths=self.platform.supports("device_graphs"))
         check_cpu_weights(self.config, self.platform.name)
+        check_online_quant(self.config)
         check_deterministic(self.config, self.platform.name)
         self.device = self.platform.device()
         if self.platform.name == "cpu":
@@ -172,7 +174,9 @@ class ModelRunner(Worker):
         name = self.config.attention_backend
         backend = nullcontext() if name == "auto" else override_backend(name)
         with device, _default_dtype(self.dtype), set_current_atom_config(self.config), backend:
-            return model_class(self.hf_config, lm_head_dtype=self.config.lm_head_dtype).eval()
+            model = model_class(self.hf_config, lm_head_dtype=self.config.lm_head_dtype).eval()
+            apply_online_quant(model, self.config.online_quant_config)
+        return model
 
     # -- memory
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from atom.errors import ModelLoadError
+from atom.kernels.linear import Activations
 from atom.kernels.registry import select_kernel
 from atom.model_ops.weights import copy_into, new_parameter
+from atom.utils import envs
+
+if TYPE_CHECKING:
+    from atom.model_ops.linear import LinearBase
 
 
 class RMSNorm(nn.Module):
@@ -22,12 +29,22 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = new_parameter(size, loader=self.load_weight, dtype=torch.float32)
+        self.size = size
         self._norm = select_kernel("rms_norm", size=size)
+
+    def quantise_for(self, linear: LinearBase) -> None:
+        """Round the results to what ``linear``, their only reader, takes, in the pass that makes them.
+
+        Nothing changes where ``linear`` takes them as they are, or without
+        ``ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT``.
+        """
+        if linear.kernel.takes_quantised and envs.ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT:
+            self._norm = select_kernel("rms_norm_fp8", size=self.size)
 
     def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: object = None) -> None:
         copy_into(param.data, tensor.float() + self.offset)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Activations:
         return self._norm(x, self.weight, self.eps)
 
 

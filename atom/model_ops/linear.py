@@ -13,7 +13,7 @@ from torch import nn
 
 import atom.quantization.kernels  # noqa: F401  (registers its kernels)
 from atom.distributed.parallel_state import get_tp_group, shard_size
-from atom.kernels.linear import add_up
+from atom.kernels.linear import Activations, add_up
 from atom.kernels.registry import select_kernel
 from atom.model_ops.weights import (
     announced_blocks,
@@ -24,7 +24,7 @@ from atom.model_ops.weights import (
     slice_of,
 )
 from atom.quantization.block_weight import BlockWeight
-from atom.quantization.spec import current_spec
+from atom.quantization.spec import QuantSpec, current_spec
 
 
 class LinearBase(nn.Module):
@@ -47,11 +47,22 @@ class LinearBase(nn.Module):
         self.out_features = out_features
         self.weight = new_parameter(out_features, in_features, loader=self.load_weight, shards=shards)
         self.bias = new_parameter(out_features, loader=self.load_bias, shards=shards) if bias else None
-        spec = current_spec()
-        self.kernel = select_kernel(spec.outlier_op if has_outliers else spec.op, **self._traits())
+        self.has_outliers = has_outliers
         self.packed: Any = None
+        self.use_format(current_spec())
         if self.kernel.takes_gguf_blocks:
             self.weight.block_weight = self._new_block_weight()
+
+    def use_format(self, spec: QuantSpec) -> None:
+        """What the weight will be packed as. Raises ConfigError where no kernel multiplies such a weight."""
+        self.kernel = select_kernel(spec.outlier_op if self.has_outliers else spec.op, **self._traits())
+
+    def num_saved_bytes(self) -> int:
+        """By how many bytes the packed weight will be smaller than the parameter that is loaded."""
+        if not self.kernel.makes_copy or announced_blocks(self.weight) is not None:
+            return 0
+        shape = self.out_features, self.in_features
+        return self.weight.nbytes - self.kernel.num_bytes(*shape, self.weight.dtype)
 
     def _traits(self) -> dict[str, Any]:
         """Facts by which the kernel is chosen."""
@@ -88,7 +99,7 @@ class LinearBase(nn.Module):
     def _take(self, blocks: BlockWeight) -> Any:
         return blocks.take()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Activations) -> torch.Tensor:
         """``x [num_tokens, in_features]`` -> ``[num_tokens, out_features]``."""
         return self.kernel(x, self.packed, self.bias)
 
@@ -224,7 +235,7 @@ class RowParallelLinear(LinearBase):
     def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: Any = None) -> None:
         copy_into(param.data, slice_of(tensor, 1, self.tp.rank, self.in_features, self.tp.world_size))
 
-    def forward(self, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Activations, total: torch.Tensor | None = None) -> torch.Tensor:
         """``x [num_tokens, in_features of this rank]`` -> the whole ``[num_tokens, out_features]``.
 
         With ``total``, alike: that plus the layer's output. The sum may take its memory.

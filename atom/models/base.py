@@ -16,14 +16,16 @@ from torch import nn
 
 from atom.config import get_current_atom_config
 from atom.core import CacheGroupSpec, GroupKind
+from atom.kernels.linear import Activations
 from atom.kernels.registry import traceable_kernels
 from atom.model_ops.activation import get_act_and_mul
 from atom.model_ops.attention import Attention
 from atom.model_ops.dense_decoder import DenseDecoder, FusedDecoder
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
-from atom.model_ops.linear import GateUpParallelLinear, RowParallelLinear
+from atom.model_ops.linear import GateUpParallelLinear, LinearBase, RowParallelLinear
 from atom.model_ops.rotary_embedding import get_rope
 from atom.model_ops.weights import num_loaded_bytes, run_after_load
+from atom.utils import envs
 from atom.utils.forward_context import get_forward_context
 
 if TYPE_CHECKING:
@@ -170,7 +172,8 @@ class CausalLM(nn.Module):
 
         Call it before loading: a packed weight is no parameter any more.
         """
-        return sum(map(num_loaded_bytes, self.parameters())) + self.lm_head.num_extra_bytes()
+        saved = sum(layer.num_saved_bytes() for layer in self.modules() if isinstance(layer, LinearBase))
+        return sum(map(num_loaded_bytes, self.parameters())) - saved + self.lm_head.num_extra_bytes()
 
     def after_load(self) -> None:
         """Pack and quantise weights once all of them are there; the model is usable from here on."""
@@ -187,7 +190,12 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = GateUpParallelLinear(hidden_size, intermediate_size, self.activation, bias=bias)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias=bias, has_outliers=True)
 
-    def forward(self, x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    def fuse_quantisation(self) -> None:
+        """Round behind the activation, in its pass, where ``down_proj`` rounds its input."""
+        if self.down_proj.kernel.takes_quantised and envs.ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_SILU_MUL_QUANT:
+            self.act = get_act_and_mul(self.activation, quantised_size=self.down_proj.in_features)
+
+    def forward(self, x: Activations, total: torch.Tensor | None = None) -> torch.Tensor:
         gate_up = self.gate_up_proj
         x = gate_up(x)
         return self.down_proj(x if gate_up.is_activated else self.act(x), total)

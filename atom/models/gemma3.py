@@ -42,6 +42,11 @@ class Gemma3DecoderLayer(nn.Module):
         ):
             setattr(self, name, GemmaRMSNorm(config.hidden_size, config.rms_norm_eps))
 
+    def fuse_quantisation(self) -> None:
+        """Let each norm before a product round its results where the product would."""
+        self.input_layernorm.quantise_for(self.self_attn.qkv_proj)
+        self.pre_feedforward_layernorm.quantise_for(self.mlp.gate_up_proj)
+
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         attention = self.self_attn(self.input_layernorm(x), rotation)
         x = add_up(x, self.post_attention_layernorm(attention))

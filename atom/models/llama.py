@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
+from atom.kernels.linear import Activations
 from atom.model_ops.attention import Attention
 from atom.model_ops.dense_decoder import DenseLayer
 from atom.model_ops.layernorm import QKNorm, RMSNorm
@@ -69,7 +70,7 @@ class LlamaAttention(nn.Module):
     def scale(self, config: HFConfig) -> float:
         return config.head_dim**-0.5
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, total: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Activations, rotation: Rotation, total: torch.Tensor | None = None) -> torch.Tensor:
         """The attention of ``x [num_tokens, hidden_size]``; with ``total``, alike, that plus the attention."""
         norm = self.qk_norm
         is_fused = self.attn.fuses_rotation and self.rope.rotary_dim == self.head_dim
@@ -77,7 +78,8 @@ class LlamaAttention(nn.Module):
         if is_fused and self.attn.can_project(self.qkv_proj):
             heads = self.attn.forward_hidden(x, self.qkv_proj.packed, *rotation, weight, eps)
             return self.o_proj(heads, total)
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        qkv = self.qkv_proj(x)
+        qkv = qkv.view(len(qkv), -1, self.head_dim)
         if is_fused:
             return self.o_proj(self.attn.forward_projected(qkv, *rotation, weight, eps), total)
         num_qk = self.num_heads + self.num_kv_heads
@@ -117,6 +119,11 @@ class LlamaDecoderLayer(nn.Module):
         )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def fuse_quantisation(self) -> None:
+        """Let each norm round its results where the product behind it would."""
+        self.input_layernorm.quantise_for(self.self_attn.qkv_proj)
+        self.post_attention_layernorm.quantise_for(self.mlp.gate_up_proj)
 
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """``x [num_tokens, hidden_size]``, whose memory the result may take."""

@@ -294,9 +294,9 @@ TABLE: tuple[EnvVar, ...] = (
     *group(
         "Fusion: Llama",
         flag("ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT", True,
-             "Fuse the norm with quantisation."),
+             "Fuse the norm with quantisation, in all dense models.", effective=True),
         flag("ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_SILU_MUL_QUANT", True,
-             "Fuse SiLU, the gate product and quantisation."),
+             "Fuse the gated activation with quantisation, in all dense models.", effective=True),
     ),
     *group(
         "Fusion: decode of dense models",

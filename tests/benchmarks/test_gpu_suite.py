@@ -5,7 +5,7 @@ import json
 import pytest
 
 from atom.benchmarks import gpu_suite
-from atom.benchmarks.gpu_roofline import H200, ModelShape
+from atom.benchmarks.gpu_roofline import H200, H200_FP8, ModelShape
 from atom.benchmarks.gpu_workloads import (
     FOLDER,
     Figures,
@@ -84,6 +84,16 @@ def test_a_prefill_is_printed_with_its_share_of_the_matmul_peak():
     bound = ModelShape(config).bound_s("prefill", 16, 1024, 1, H200)
     figures = Figures("prefill_16x1024", "prefill", 1024, 1, 16, 0.0, value=2e3 * bound, seconds=2 * bound)
     assert gpu_suite.row("llama-3.1-8b", config, figures).endswith("| 376 TFLOP/s, 50% of peak |")
+
+
+def test_a_model_in_fp8_is_measured_against_its_own_bound():
+    config = config_of("llama-3.1-8b")
+    wide, narrow = ModelShape(config), ModelShape(config, layer_bytes=1)
+    assert narrow.weight_bytes(1) - 2 * narrow.head == (wide.weight_bytes(1) - 2 * wide.head) / 2
+    bound = narrow.bound_s("prefill", 16, 1024, 1, H200_FP8)
+    figures = Figures("prefill_16x1024", "prefill", 1024, 1, 16, 0.0, value=2e3 * bound, seconds=2 * bound)
+    line = gpu_suite.row("llama-3.1-8b", config, figures, is_fp8=True)
+    assert "| 50% |" in line and line.endswith("50% of peak |")
 
 
 def test_answers_of_another_length_are_no_result():

@@ -223,7 +223,7 @@ CASES = {
     "silu_and_mul": (
         elementwise._gate,
         dict(gate_up=HALF, output=HALF, row_token=I32),
-        dict(IS_SILU=True, SIZE=14336, COLUMNS=elementwise.GATE_COLUMNS),
+        dict(ACTIVATION=1, SIZE=14336, COLUMNS=elementwise.GATE_COLUMNS),
         dict(num_warps=4),
     ),
 }

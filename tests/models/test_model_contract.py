@@ -16,6 +16,7 @@ from atom.kernels.registry import override_kernel
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_loader.hf_config import HFConfig
 from atom.model_ops.attentions.backend import override_backend
+from atom.model_ops.linear import LinearBase
 from atom.models.registry import get_model_class, support_model_arch_dict
 from atom.platforms import PLATFORMS, meta_stands_for
 from tests.models.harness import PagedRunner
@@ -218,7 +219,12 @@ def test_weight_bytes_are_known_before_loading(head_dtype, is_tied):
     kernel = model.lm_head.kernel
     head = kernel.num_bytes(60, 32, torch.bfloat16) if kernel.makes_copy else table
     assert head < table if head_dtype == "int8" else head >= table
+    layers = [layer for layer in model.modules() if isinstance(layer, LinearBase) and layer.kernel.makes_copy]
+    packed = [
+        layer.kernel.num_bytes(layer.out_features, layer.in_features, torch.bfloat16) for layer in layers
+    ]
     blocks = parameters - table * (1 if is_tied else 2)
+    blocks += sum(packed) - sum(layer.weight.nbytes for layer in layers)
     is_one_copy = is_tied and (kernel.can_gather or not kernel.makes_copy)
     assert model.num_weight_bytes() == blocks + head + (0 if is_one_copy else table)
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from atom.kernels.registry import register_kernel
+from atom.kernels.triton.decode_parts import GELU_TANH, SILU, activate
 
 PRIORITY = {"cuda": 10, "rocm": 10}
 MAX_NORM_SIZE = 16384  # a program holds a row
@@ -76,7 +77,7 @@ def _gate(
     gate_up,
     output,
     row_token,
-    IS_SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -85,22 +86,17 @@ def _gate(
     mask = column < SIZE
     gate = tl.load(gate_up + row * row_token + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_token + SIZE + column, mask=mask, other=0.0).to(tl.float32)
-    if IS_SILU:
-        gate = gate / (1.0 + tl.exp(-gate))
-    else:
-        # The tanh form of GELU: gate * (1 + tanh(inner)) / 2 is gate * sigmoid(2 * inner).
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate / (1.0 + tl.exp(-2.0 * inner))
-    tl.store(output + row * SIZE + column, (gate * up).to(output.dtype.element_ty), mask=mask)
+    gated = activate(gate, up, ACTIVATION)
+    tl.store(output + row * SIZE + column, gated.to(output.dtype.element_ty), mask=mask)
 
 
-def _launch_gate(gate_up: torch.Tensor, is_silu: bool) -> torch.Tensor:
+def _launch_gate(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     size = rows.shape[1] // 2
     output = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     if len(rows):
         _gate[(len(rows), triton.cdiv(size, GATE_COLUMNS))](
-            rows, output, rows.stride(0), IS_SILU=is_silu, SIZE=size, COLUMNS=GATE_COLUMNS, num_warps=4
+            rows, output, rows.stride(0), ACTIVATION=activation, SIZE=size, COLUMNS=GATE_COLUMNS, num_warps=4
         )
     return output
 
@@ -108,10 +104,10 @@ def _launch_gate(gate_up: torch.Tensor, is_silu: bool) -> torch.Tensor:
 @register_kernel("silu_and_mul", "triton", priority=PRIORITY, is_traceable=False)
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` for ``gate_up [..., 2 * size]``: ``[..., size]``."""
-    return _launch_gate(gate_up, is_silu=True)
+    return _launch_gate(gate_up, SILU)
 
 
 @register_kernel("gelu_tanh_and_mul", "triton", priority=PRIORITY, is_traceable=False)
 def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``gelu(gate) * up`` with the tanh approximation of GELU, alike."""
-    return _launch_gate(gate_up, is_silu=False)
+    return _launch_gate(gate_up, GELU_TANH)

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
+from atom.platforms import platform_of_device
+
 MULTIPROCESSORS = 132  # of an H200
+
+
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a launch on ``device`` may start while the one before it ends."""
+    return device.type == "cuda" and platform_of_device(device).architecture() == "sm_90"
 
 
 @cache

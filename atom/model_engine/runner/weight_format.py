@@ -6,6 +6,7 @@ from atom.config import Config
 from atom.errors import ConfigError
 from atom.kernels.cpu.native.library import native_library
 from atom.model_loader.model_files import ModelFiles
+from atom.quantization.spec import ONLINE_FORMATS
 from atom.utils import envs
 
 
@@ -18,6 +19,19 @@ def check_cpu_weights(config: Config, platform_name: str) -> None:
         raise ConfigError(f"{flag} needs --device cpu, got {platform_name}")
     if config.compilation_level > 0:
         raise ConfigError(f"{flag} needs --level 0, got {config.compilation_level:d}")
+
+
+def check_online_quant(config: Config) -> None:
+    """Refuse formats of ``--online-quant-config`` that this version does not have. Raises ConfigError."""
+    online = config.online_quant_config
+    if online is None:
+        return
+    for name in (online.global_quant_config, *online.layer_quant_config.values()):
+        if name is not None and name not in ONLINE_FORMATS:
+            raise ConfigError(
+                f"--online-quant-config: format {name!r} is not available in this version of ATOM; available: "
+                f"{', '.join(ONLINE_FORMATS)}"
+            )
 
 
 def keeps_gguf_blocks(config: Config, platform_name: str, files: ModelFiles) -> bool:
@@ -34,6 +48,7 @@ def keeps_gguf_blocks(config: Config, platform_name: str, files: ModelFiles) -> 
         (files.kind != "gguf", f"a GGUF file, got {files.path}"),
         (platform_name != "cpu", f"--device cpu, got {platform_name}"),
         (config.compilation_level > 0, f"--level 0, got {config.compilation_level:d}"),
+        (config.online_quant_config is not None, "no --online-quant-config"),
         (config.load_dummy is not None, f"weights of its own, got --load_dummy {config.load_dummy}"),
         (
             bool(envs.ATOM_WEIGHT_DUMP_DIR),

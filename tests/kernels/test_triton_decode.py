@@ -338,6 +338,14 @@ def test_an_fp8_cache_holds_its_largest_number_instead_of_nan(splits):
         case.qkv[0, : heads * dim] *= -1
 
 
+@pytest.mark.parametrize("splits", [None, 1, 4], ids=["columns", "one split", "four splits"])
+def test_the_best_score_is_found_however_low_all_are(splits, monkeypatch):
+    torch.manual_seed(9)
+    Case(LENS, torch.float32).lower_scores().check(splits=splits)
+    monkeypatch.setattr("atom.kernels.triton.fused_attention_launch.LONG", 100)
+    Case([200, 64], torch.float32).lower_scores().check(splits=splits, window=150)
+
+
 @pytest.fixture
 def has_gluon(tmp_path, monkeypatch):
     use_gluon_kernels(monkeypatch, tmp_path)
@@ -367,6 +375,12 @@ def test_attention_of_warps_takes_groups_of_any_size(heads, has_gluon):
     Case([50, 0, 1], HALF, heads=heads).check(
         launch={"batch_shape": WARP_SHAPES[0]}, sinks=sinks, soft_cap=2.0
     )
+
+
+@pytest.mark.parametrize("shape", WARP_SHAPES[:2], ids=str)
+def test_attention_of_warps_finds_the_best_score_however_low_all_are(shape, has_gluon):
+    torch.manual_seed(9)
+    Case(LENS, HALF).lower_scores().check(launch={"batch_shape": shape})
 
 
 def test_attention_of_warps_stores_zero_for_what_is_not_finite(has_gluon):

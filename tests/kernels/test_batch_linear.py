@@ -26,7 +26,7 @@ SMALL = {(512, 256): {128: BatchShape(128, 2, 128, 4, 128), 256: SHAPE}}  # what
 
 @pytest.fixture
 def measured(monkeypatch):
-    monkeypatch.setattr(batch, "MEASURED", SMALL)
+    monkeypatch.setattr(batch, "GATED_PRODUCTS", SMALL)
 
 
 def as_python(function, program=0, programs=1):
@@ -88,9 +88,9 @@ def fits(shape, rows, columns, num_tokens, **what):
     return ring + room <= 226 * 1024  # of shared memory; barriers and reductions take some too
 
 
-@pytest.mark.parametrize(("rows", "columns"), batch.MEASURED)
+@pytest.mark.parametrize(("rows", "columns"), batch.GATED_PRODUCTS)
 def test_what_was_measured_fits_the_device(rows, columns):
-    for num_tokens, shape in batch.MEASURED[rows, columns].items():
+    for num_tokens, shape in batch.GATED_PRODUCTS[rows, columns].items():
         assert 65 <= num_tokens <= 512
         assert fits(shape, rows, columns, num_tokens, is_gated=True, has_residual=False, has_next=False)
 
@@ -181,7 +181,7 @@ def test_compiled_code_follows_a_table_that_changes(monkeypatch):
     monkeypatch.setitem(gated.ACTIVATIONS, "silu", activation.silu_and_mul)
     compiled = torch.compile(product, backend=backend, fullgraph=True, dynamic=True)
     for table, is_launched in (({}, False), (SMALL, True), ({}, False)):
-        monkeypatch.setattr(batch, "MEASURED", table)
+        monkeypatch.setattr(batch, "GATED_PRODUCTS", table)
         assert bool((compiled(x) == -1.0).all()) == is_launched
     assert len(graphs) == 1
 

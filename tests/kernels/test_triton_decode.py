@@ -7,8 +7,8 @@ from atom.kernels.reference import decode as reference
 from atom.kernels.triton import fused_attention_launch
 from atom.kernels.triton.decode_choices import (
     BATCHES,
+    LINEAR_CHOICES,
     MAX_TOKENS,
-    MEASURED,
     NEED_GLUON,
     Choice,
     LinearShape,
@@ -124,7 +124,7 @@ def test_a_norm_may_be_half_done_by_the_launch_before_it(producer, consumer, dty
 
 @pytest.mark.parametrize("num_tokens", [65, 96, 128, 129, 256, 257, 512])
 def test_shapes_of_models_have_a_choice_of_many_tokens_on_sm_90(num_tokens):
-    for n, k, has_activation in MEASURED:
+    for n, k, has_activation in LINEAR_CHOICES:
         shape = LinearShape(n, k, int(has_activation))
         choice = default_choice(shape, num_tokens, True)
         assert choice.kernel == "batch" and serves(shape, num_tokens, True)
@@ -133,7 +133,7 @@ def test_shapes_of_models_have_a_choice_of_many_tokens_on_sm_90(num_tokens):
         assert not serves(shape, num_tokens, False)
         with pytest.raises(ValueError, match=f"no kernel of decode steps serves .* and {num_tokens} tokens"):
             default_choice(shape, num_tokens, False)
-    assert {key[:3] for key in BATCHES} == set(MEASURED)
+    assert {key[:3] for key in BATCHES} == set(LINEAR_CHOICES)
 
 
 def test_what_serves_many_tokens_follows_a_rule():
@@ -156,7 +156,7 @@ def test_what_serves_many_tokens_follows_a_rule():
 
 @pytest.mark.parametrize("num_tokens", [128, 256])
 def test_what_is_tried_of_many_tokens_covers_its_shape(num_tokens):
-    for n, k, has_activation in MEASURED:
+    for n, k, has_activation in LINEAR_CHOICES:
         shape = LinearShape(n, k, int(has_activation))
         tried = list(candidates(shape, num_tokens, True))
         assert len(tried) == len(set(tried)) >= 3
@@ -173,7 +173,7 @@ def test_a_norm_of_many_tokens_must_be_half_done():
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 32, 33, 64])
 def test_a_choice_depends_on_the_class_of_tokens_alone(num_tokens):
-    for n, k, has_activation in MEASURED:
+    for n, k, has_activation in LINEAR_CHOICES:
         shape = LinearShape(n, k, int(has_activation))
         for has_gluon in (False, True):
             choice = default_choice(shape, num_tokens, has_gluon)
@@ -182,7 +182,7 @@ def test_a_choice_depends_on_the_class_of_tokens_alone(num_tokens):
 
 
 def test_every_ring_that_is_tried_covers_its_shape():
-    for n, k, has_activation in MEASURED:
+    for n, k, has_activation in LINEAR_CHOICES:
         shape = LinearShape(n, k, int(has_activation))
         for num_tokens in (8, 32, 64):
             tried = [
@@ -198,7 +198,7 @@ def test_every_ring_that_is_tried_covers_its_shape():
 
 
 def test_every_tile_that_is_tried_covers_its_shape():
-    for n, k, has_activation in MEASURED:
+    for n, k, has_activation in LINEAR_CHOICES:
         shape = LinearShape(n, k, int(has_activation))
         tried = [choice.blocks for choice in candidates(shape, MAX_TOKENS, True) if choice.kernel == "tile"]
         assert tried and len(tried) == len(set(tried)) and all(fits_tile(shape, blocks) for blocks in tried)

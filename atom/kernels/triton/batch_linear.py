@@ -80,7 +80,7 @@ _NOTHING = Around()
 
 # Gated products of prefill steps: (rows of the weight, columns) -> by number of tokens. Only where the kernel was
 # faster than cuBLAS with a pass for the activation.
-MEASURED: dict[tuple[int, int], dict[int, BatchShape]] = {
+GATED_PRODUCTS: dict[tuple[int, int], dict[int, BatchShape]] = {
     (28672, 4096): {
         128: BatchShape(64, 2, 128, 6, 112),
         256: BatchShape(64, 2, 128, 6, 128),
@@ -92,7 +92,7 @@ MEASURED: dict[tuple[int, int], dict[int, BatchShape]] = {
 
 def batch_shape(rows: int, columns: int, num_tokens: int) -> BatchShape | None:
     """How to run a gated product of ``num_tokens`` with a weight ``[rows, columns]``; None: by another kernel."""
-    choices = MEASURED.get((rows, columns), {})
+    choices = GATED_PRODUCTS.get((rows, columns), {})
     return next((shape for most, shape in choices.items() if most - REACH < num_tokens <= most), None)
 
 
@@ -212,7 +212,7 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor, activation: str) -> tor
 
 def reserve(weight: torch.Tensor) -> None:
     """Make the workspace for gated products with ``weight``, if they may need one: before a graph is recorded."""
-    if tuple(weight.shape) in MEASURED and weight.device.type == "cuda":
+    if tuple(weight.shape) in GATED_PRODUCTS and weight.device.type == "cuda":
         _workspace(weight.device)
 
 
@@ -220,6 +220,6 @@ def rehearse(weight: torch.Tensor, max_tokens: int, activation: str) -> None:
     """Launch each kernel that steps of up to ``max_tokens`` take; called while launches are recorded."""
     x = weight[:8]
     output = weight.new_empty((len(x), len(weight) // 2))
-    for most, shape in MEASURED.get(tuple(weight.shape), {}).items():
+    for most, shape in GATED_PRODUCTS.get(tuple(weight.shape), {}).items():
         if most - REACH < max_tokens:
             launch(shape, x, weight, output, ACTIVATIONS[activation])

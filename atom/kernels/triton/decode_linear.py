@@ -110,6 +110,12 @@ class DecodeLinear:
     def shares(self) -> torch.Tensor:
         return self._workspace.shares
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the workspace."""
+        space = self._workspace
+        return space.partial.nbytes + space.arrivals.nbytes + space.shares.nbytes
+
     def reserve(self, shapes: list[LinearShape], max_tokens: int = MAX_TOKENS) -> None:
         """Make room for the partial sums of every shape; before anything is recorded.
 

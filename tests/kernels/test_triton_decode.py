@@ -271,6 +271,13 @@ def test_a_norm_that_no_launch_did_half_of_is_taken_by_another_kernel(tmp_path, 
     assert close(out, reference.fused_linear(x, layer.weight, norm=layer.norm, eps=1e-5, activation="silu"))
 
 
+def test_a_launch_between_two_norms_is_refused():
+    layer, norm = linear(256, 64, None, HALF, True, False), torch.ones(64, dtype=HALF, device=DEVICE)
+    run, out, x = DecodeLinear(DEVICE), random(20, 64, dtype=HALF), random(20, 256, dtype=HALF)
+    with pytest.raises(ValueError, match=r"^scaled \(32 shares .* and next_norm"):
+        run(x, layer, out, scaled=Scaled(x, 32), next_norm=norm, next_x=out)
+
+
 def test_a_row_does_not_depend_on_its_company():
     layer = linear(128, 96, "silu", HALF, True, False)
     x = random(40, 128, dtype=HALF)

@@ -88,6 +88,19 @@ def fits(shape, rows, columns, num_tokens, **what):
     return ring + room <= 226 * 1024  # of shared memory; barriers and reductions take some too
 
 
+@pytest.mark.parametrize("at_once", [132, 114, 78, 16, 1])
+def test_no_more_programs_than_run_at_once(at_once):
+    """Of H200, H100 PCIe, H20 and small parts of one; with as many programs as tiles of tokens at least."""
+    for (rows, columns), choices in batch.GATED_PRODUCTS.items():
+        for num_tokens, shape in choices.items():
+            token_tiles = -(-num_tokens // shape.tokens)
+            programs = shape.num_programs(rows, columns, num_tokens, at_once)
+            assert programs % token_tiles == 0 and programs > 0
+            assert programs == token_tiles or programs <= at_once
+            if at_once == MULTIPROCESSORS:
+                assert programs == shape.programs // token_tiles * token_tiles
+
+
 @pytest.mark.parametrize(("rows", "columns"), batch.GATED_PRODUCTS)
 def test_what_was_measured_fits_the_device(rows, columns):
     for num_tokens, shape in batch.GATED_PRODUCTS[rows, columns].items():

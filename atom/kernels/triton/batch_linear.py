@@ -13,7 +13,7 @@ import torch
 import triton
 
 from atom.kernels.triton.decode_parts import ACTIVATIONS, pdl_options
-from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, rows_there, shared_layout
+from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, num_at_once, rows_there, shared_layout
 
 STEP = 64  # columns
 SUMS = 128 * 256  # that a program leaves to another, at most
@@ -34,11 +34,17 @@ class BatchShape(NamedTuple):
     stages: int
     programs: int
 
-    def num_programs(self, num_rows: int, columns: int, num_tokens: int) -> int:
-        """That share the product of a weight ``[num_rows, columns]``."""
+    def num_programs(
+        self, num_rows: int, columns: int, num_tokens: int, at_once: int = MULTIPROCESSORS
+    ) -> int:
+        """That share the product of a weight ``[num_rows, columns]``: a multiple of the tiles of tokens.
+
+        No more than run ``at_once``: programs wait for what those of lower numbers leave to them. Those are started
+        first, and leave it before they wait themselves, so that more would be slower, not stuck.
+        """
         token_tiles = triton.cdiv(num_tokens, self.tokens)
         steps = triton.cdiv(num_rows, self.rows * self.groups) * (columns // STEP)
-        return min(self.programs // token_tiles, steps) * token_tiles
+        return max(1, min(min(self.programs, at_once) // token_tiles, steps)) * token_tiles
 
     def buffers(self, has_residual: bool, has_next: bool) -> int:
         """From which results leave, of a group: two of chunks that take turns, or of whole tiles one each."""
@@ -162,7 +168,7 @@ def launch(
         layout = shared_layout(2, min(128, 2 * out_rows))
         return TensorDescriptor(tensor, [rows, size], [size, 1], [chunk, out_rows], layout)
 
-    batch_gemm[(shape.num_programs(num_rows, columns, num_tokens),)](
+    batch_gemm[(shape.num_programs(num_rows, columns, num_tokens, num_at_once(x.device)),)](
         weights,
         TensorDescriptor(
             x, [rows_there(x, padded), columns], [x.stride(0), 1], [shape.tokens, STEP], shared_layout()

@@ -7,7 +7,7 @@ Every candidate is checked against fp32 on fresh random data, with the norm of t
 It is then timed in a graph of layers (QKV, output, gate/up, down, each launched while the one before it ends, without
 the attention) whose weights take turns, so that none is left in the L2 cache, x comes from the launch before, and
 what a kernel hides of its neighbours is in the figure. One product after the other takes its fastest candidate.
-``decode_table`` keeps them for this machine; the entries for ``MEASURED`` are printed last.
+``decode_table`` keeps them for this machine; the entries for ``LINEAR_CHOICES`` are printed last.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def tune(
 
 
 def measured_of(shapes: list[DecodeShape], table: dict[tuple[LinearShape, int], Choice]) -> str:
-    """Entries of ``decode_choices.MEASURED``; classes that were not measured keep their usual choice."""
+    """Entries of ``decode_choices.LINEAR_CHOICES``; classes that were not measured keep their usual choice."""
     entries = {}
     for shape in shapes:
         for part in shape.linears:

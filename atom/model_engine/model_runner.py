@@ -20,6 +20,7 @@ from atom.model_engine.runner.determinism import check_deterministic
 from atom.model_engine.runner.device_timer import make_device_timer
 from atom.model_engine.runner.forward_mode import capture_sizes, token_graph_sizes
 from atom.model_engine.runner.forward_pass import ForwardPass, ForwardResult
+from atom.model_engine.runner.fused_steps import buffer_bytes, why_modules
 from atom.model_engine.runner.graph_recorder import GraphRecorder, RecordedBucket
 from atom.model_engine.runner.kv_budget import (
     CacheLimits,
@@ -46,7 +47,6 @@ from atom.model_ops.online_quant import apply_online_quant
 from atom.model_ops.sampler import Sampler, SampleResult, SamplingPlan, late_bans, to_batch_output
 from atom.models.registry import get_model_class, support_model_arch_dict
 from atom.platforms import get_platform, meta_stands_for
-from atom.utils import envs
 from atom.utils.debug_helper import install_block_forward_hooks, needs_eager
 from atom.utils.decorators import can_compile, compile_as_is
 from atom.utils.forward_context import HeadWork
@@ -202,6 +202,9 @@ class ModelRunner(Worker):
             weights=self._weight_bytes,
             activations=self._activation_bytes(),
             graphs=self._graph_bytes(),
+            buffers=buffer_bytes(
+                config, self.platform, self.model if self.hf_config.num_hidden_layers else None
+            ),
         )
         plan = plan_cache(specs, self._facts, limits)
         if config.num_kvcache_blocks > 0:
@@ -300,10 +303,7 @@ class ModelRunner(Worker):
     def _fused_decoder(self) -> FusedDecoder | None:
         """What runs steps in place of the modules; None where they run them, said in the log."""
         decoder = self.model.dense_decoder() if self.hf_config.num_hidden_layers else None
-        reason = needs_eager() or (None if envs.ATOM_FUSED_DECODE else "ATOM_FUSED_DECODE is off")
-        if reason is None and self.config.mark_trace and self.config.compilation_level == 0:
-            reason = "--mark-trace labels modules"
-        fused = None
+        reason, fused = why_modules(self.config), None
         if reason is None and self.platform.name == "cpu":
             fused, reason = self._fuse_on_cpu(decoder)
         elif reason is None and self.platform.supports("triton"):

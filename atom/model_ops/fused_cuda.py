@@ -14,9 +14,11 @@ usual way, and what is sampled is sampled from its logits.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from atom.kernels.triton.decode_choices import BATCH_CLASSES, MAX_TOKENS, padded, serves
+from atom.kernels.triton.decode_choices import BATCH_CLASSES, MAX_TOKENS, LinearShape, padded, serves
 from atom.kernels.triton.decode_linear import DecodeLinear, HeadBuffers, LinearArguments, Scaled, head
 from atom.kernels.triton.decode_parts import ACTIVATIONS, compact
 from atom.kernels.triton.decode_step import Embedding, choose, embed, final_norm, prepare_decode
@@ -40,7 +42,8 @@ def why_not(decoder: DenseDecoder | None, platform: Platform) -> str | None:
     head_, first = decoder.head, decoder.layers[0]
     if head_.tp.world_size > 1:
         return "it is split over several ranks"
-    is_plain = isinstance(head_.packed, torch.Tensor) and head_.packed.dim() == 2
+    # Nothing is packed yet where memory is planned, before weights are read.
+    is_plain = head_.packed is None or isinstance(head_.packed, torch.Tensor) and head_.packed.dim() == 2
     if not is_plain or head_.bias is not None or decoder.logits_soft_cap is not None:
         return "its head has packed weights, a bias or a soft cap"
     if decoder.embedding.weight is None:
@@ -75,8 +78,7 @@ def fused_cuda_decoder(
     reason = why_not(decoder, platform)
     if reason is not None:
         return None, reason
-    architecture = platform.describe().get("architecture", "")
-    is_hopper = platform.name == "cuda" and architecture == "sm_90"
+    is_hopper, architecture = _device_of(platform)
     fused = FusedCudaDecoder(
         decoder,
         max_tokens=max_tokens,
@@ -86,6 +88,22 @@ def fused_cuda_decoder(
         advance=advance,
     )
     return fused, None
+
+
+def planned_bytes(decoder: DenseDecoder | None, platform: Platform, *, max_tokens: int) -> int:
+    """What :func:`fused_cuda_decoder` will allocate for a model, its weights read or not; 0 where it makes none."""
+    if why_not(decoder, platform) is not None:
+        return 0
+    has_gluon, architecture = _device_of(platform)
+    return FusedCudaDecoder.num_bytes(
+        decoder, max_tokens=max_tokens, has_gluon=has_gluon, architecture=architecture
+    )
+
+
+def _device_of(platform: Platform) -> tuple[bool, str]:
+    """Whether kernels for sm_90 run there, and the architecture's name."""
+    architecture = platform.describe().get("architecture", "")
+    return platform.name == "cuda" and architecture == "sm_90", architecture
 
 
 def _weight(linear: LinearBase) -> torch.Tensor | None:
@@ -105,6 +123,46 @@ def _linear(
         None if linear.bias is None else linear.bias.detach(),
         activation,
     )
+
+
+def _linear_shapes(decoder: DenseDecoder) -> list[LinearShape]:
+    """Every shape of the layers' products once."""
+    shapes = {}
+    for layer in decoder.layers:
+        act = ACTIVATIONS[layer.activation]
+        for linear, activation in ((layer.qkv, 0), (layer.output, 0), (layer.gate_up, act), (layer.down, 0)):
+            shapes[LinearArguments(_weight(linear), activation=activation).shape] = None
+    return list(shapes)
+
+
+def _most_tokens(shapes: list[LinearShape], max_tokens: int, has_gluon: bool) -> int:
+    """Up to ``max_tokens`` that kernels serve."""
+    max_tokens = min(max_tokens, BATCH_CLASSES[-1])
+    return max_tokens if all(serves(shape, max_tokens, has_gluon) for shape in shapes) else MAX_TOKENS
+
+
+def _rooms(decoder: DenseDecoder, max_tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What steps of up to ``max_tokens`` write, beside what products and attention keep: shapes and dtypes."""
+    (_, hidden_size), dtype = decoder.embedding.weight.shape, decoder.embedding.weight.dtype
+    first, vocab = decoder.layers[0], decoder.head.num_embeddings
+    few = min(max_tokens, MAX_TOKENS)
+    whole = padded(max_tokens)  # products read whole tiles of tokens
+    angles = max_tokens, *_rope_shape([layer.rope for layer in decoder.layers])
+    return {
+        "x": ((whole, hidden_size), dtype),
+        "scaled": ((whole, hidden_size), dtype),
+        "qkv": ((max_tokens, len(_weight(first.qkv))), dtype),
+        "attended": ((whole, _weight(first.output).shape[1]), dtype),
+        "gated": ((whole, _weight(first.down).shape[1]), dtype),
+        "cos": (angles, dtype),
+        "sin": (angles, dtype),
+        "hidden": ((few, hidden_size), dtype),
+        "logits": ((few, vocab), dtype),
+        "many_hidden": ((max_tokens if max_tokens > few else 0, hidden_size), dtype),
+        "keys": ((max_tokens,), torch.int64),
+        "token_ids": ((few,), torch.int64),
+        "is_finite": ((few,), torch.bool),
+    }
 
 
 class _Layer:
@@ -169,31 +227,22 @@ class FusedCudaDecoder(FusedDecoder):
         self._head = LinearArguments(weight.detach(), compact(norm.weight.detach(), dtype), norm.eps)
         table = load_table(architecture) if architecture else {}
         self._linear = DecodeLinear(device, has_gluon=has_gluon, uses_pdl=uses_pdl, table=table)
-        first = self._layers[0]
-        linears = [a for one in self._layers for a in (one.qkv, one.output, one.gate_up, one.down)]
-        shapes = list(dict.fromkeys(a.shape for a in linears))
-        max_tokens = min(max_tokens, BATCH_CLASSES[-1])
-        if not all(serves(shape, max_tokens, has_gluon) for shape in shapes):
-            max_tokens = MAX_TOKENS
-        self.max_tokens, few = max_tokens, min(max_tokens, MAX_TOKENS)
+        shapes = _linear_shapes(decoder)
+        self.max_tokens = max_tokens = _most_tokens(shapes, max_tokens, has_gluon)
         self._linear.reserve(shapes, max_tokens)
         attention = [layer.attention for layer in self._layers]
         self._attention = DecodeAttention(device, attention, max_tokens, uses_pdl, has_gluon)
 
-        def room(*shape: int, dtype: torch.dtype = dtype, rows: int = max_tokens) -> torch.Tensor:
-            return torch.zeros((rows, *shape), dtype=dtype, device=device)
-
-        hidden_size, vocab = self._table.shape[1], len(weight)
-        whole = padded(max_tokens)  # products read whole tiles of tokens
-        self._x, self._scaled = (room(hidden_size, rows=whole) for _ in range(2))
-        self._qkv = room(len(first.qkv.weight))
-        self._attended = room(first.output.weight.shape[1], rows=whole)
-        self._gated = room(first.down.weight.shape[1], rows=whole)
-        self._cos, self._sin = (room(*self._ropes[0].shape) for _ in range(2))
-        self.hidden, self.logits = room(hidden_size, rows=few), room(vocab, rows=few)
-        self.many_hidden = room(hidden_size, rows=max_tokens if max_tokens > few else 0)
-        self._keys = room(dtype=torch.int64)
-        self.token_ids, self.is_finite = (room(dtype=kind, rows=few) for kind in (torch.int64, torch.bool))
+        rooms = {
+            name: torch.zeros(shape, dtype=kind, device=device)
+            for name, (shape, kind) in _rooms(decoder, max_tokens).items()
+        }
+        self._x, self._scaled, self._qkv = rooms["x"], rooms["scaled"], rooms["qkv"]
+        self._attended, self._gated = rooms["attended"], rooms["gated"]
+        self._cos, self._sin, self._keys = rooms["cos"], rooms["sin"], rooms["keys"]
+        self.hidden, self.logits, self.many_hidden = rooms["hidden"], rooms["logits"], rooms["many_hidden"]
+        self.token_ids, self.is_finite = rooms["token_ids"], rooms["is_finite"]
+        few, vocab = len(self.hidden), len(weight)
         self.outbox = None if device.type == "cpu" else Outbox(few, device)
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of both, by number of tokens
         self._is_on_host = device.type == "cpu"
@@ -202,6 +251,31 @@ class FusedCudaDecoder(FusedDecoder):
         self._advance = advance
         self._is_advanced = False
         self._embedded: torch.Tensor | None = None  # ids of the step under way that prepare embedded
+
+    @staticmethod
+    def num_bytes(
+        decoder: DenseDecoder,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        has_gluon: bool = False,
+        architecture: str = "",
+    ) -> int:
+        """Bytes that one of these takes on its device beside the weights, which need not be read yet.
+
+        Narrowed norms, rotations' frequencies and other small tensors are left out.
+        """
+        nowhere, shapes = torch.device("meta"), _linear_shapes(decoder)
+        max_tokens = _most_tokens(shapes, max_tokens, has_gluon)
+        table = load_table(architecture) if architecture else {}
+        linear = DecodeLinear(nowhere, has_gluon=has_gluon, table=table)
+        linear.reserve(shapes, max_tokens)
+        layers = [
+            AttentionLayer(a.num_heads, a.num_kv_heads, a.head_dim, 1.0, a.head_dim, 0)
+            for a in (layer.attention for layer in decoder.layers)
+        ]
+        attention = DecodeAttention(nowhere, layers, max_tokens, has_gluon=has_gluon)
+        rooms = sum(math.prod(shape) * kind.itemsize for shape, kind in _rooms(decoder, max_tokens).values())
+        return rooms + linear.num_bytes + attention.num_bytes
 
     def begin(self, head: HeadWork) -> None:
         if self.outbox is not None:
@@ -321,12 +395,16 @@ class FusedCudaDecoder(FusedDecoder):
         return hidden
 
 
+def _rope_shape(ropes: list[RotaryEmbedding]) -> tuple[int, int]:
+    """How many different ones there are, and the largest's dimensions, padded to a power of two."""
+    size = max(len(rope.inv_freq) for rope in ropes)
+    return len(set(ropes)), 1 << (size - 1).bit_length()
+
+
 def _rope_tables(ropes: list[RotaryEmbedding]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Inverse frequencies and factors of sin ``[ropes, dim]``, padded, and factors of cos ``[ropes]``."""
-    size = max(len(rope.inv_freq) for rope in ropes)
-    size = 1 << (size - 1).bit_length()
-    frequencies = torch.zeros(len(ropes), size)
-    signs = torch.zeros(len(ropes), size)
+    shape = _rope_shape(ropes)
+    frequencies, signs = torch.zeros(shape), torch.zeros(shape)
     for i, rope in enumerate(ropes):
         frequencies[i, : len(rope.inv_freq)] = rope.inv_freq
         signs[i, : len(rope.inv_freq)] = rope.sign

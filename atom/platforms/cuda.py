@@ -56,6 +56,11 @@ class CudaPlatform(Platform):
 
         return f"CUDA {torch.version.cuda}"
 
+    def num_multiprocessors(self, index: int = 0) -> int:
+        import torch
+
+        return torch.cuda.get_device_properties(index).multi_processor_count
+
     def total_memory(self, index: int = 0) -> int:
         import torch
 

@@ -59,6 +59,10 @@ class Platform(ABC):
     def free_memory(self, index: int = 0) -> int:
         """Bytes of it that are free now."""
 
+    def num_multiprocessors(self, index: int = 0) -> int:
+        """Of device ``index``: programs that fill one each run so many at a time."""
+        return 1
+
     @property
     def num_devices(self) -> int:
         return 1

@@ -139,7 +139,7 @@ def test_what_stands_around_products_of_decode_steps(parts, blocks, num_tokens):
         assert all(torch.equal(*both) for both in zip(*found, strict=True)), "the same bits again"
 
 
-@pytest.mark.parametrize(("rows", "columns"), batch.MEASURED)
+@pytest.mark.parametrize(("rows", "columns"), batch.GATED_PRODUCTS)
 def test_gated_layers_of_models(rows, columns):
     for num_tokens in (64, 97, 128, 144, 230, 256, 490, 512, 513):
         x, weight = case(num_tokens, rows, columns)
@@ -196,7 +196,7 @@ def test_a_row_does_not_depend_on_the_others_of_its_class():
 def test_views_in_compiled_code_and_in_graphs(monkeypatch):
     """Rows of x apart, any number of tokens, replayed with other values."""
     shape = BatchShape(64, 2, 256, 4, 128)
-    monkeypatch.setattr(batch, "MEASURED", {(4096, 1024): dict.fromkeys((96, 200, 256, 512), shape)})
+    monkeypatch.setattr(batch, "GATED_PRODUCTS", {(4096, 1024): dict.fromkeys((96, 200, 256, 512), shape)})
     wide, weight = torch.randn(600, 2048, device="cuda").bfloat16(), case(1, 4096, 1024)[1]
     batch.reserve(weight)
 

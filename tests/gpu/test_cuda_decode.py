@@ -193,6 +193,21 @@ def test_attention_of_many_sequences(shape, batch, fields):
     case.check(launch=launch, repeats=5, **fields)
 
 
+@pytest.mark.parametrize("has_gluon", [False, True], ids=["portable", "sm_90"])
+@pytest.mark.parametrize("lens", [[700], [1500, 3], [1500, 700, 300, 1, 0, 64, 65, 400]], ids=len)
+def test_attention_finds_the_best_score_however_low_all_are(lens, has_gluon):
+    """Of few sequences, their keys shared or not, and of a batch."""
+    if has_gluon and not IS_HOPPER:
+        pytest.skip("compiled for sm_90 alone")
+    shape = SHAPES[1]
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    case = Case(lens, HALF, heads=heads, kv_heads=kv_heads, dim=dim, rotary=dim).lower_scores()
+    launch = {"has_gluon": has_gluon, "uses_pdl": IS_HOPPER}
+    case.check(launch=launch)
+    for splits in (1, 4):
+        case.check(launch=launch, splits=splits)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 8, 40])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_heads_of_real_shapes(shape, num_tokens):

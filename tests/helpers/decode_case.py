@@ -56,6 +56,17 @@ class Case:
         angle = random(len(lens), rotary // 2)
         self.cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
         self.sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+        self.scale = dim**-0.5
+
+    def lower_scores(self):
+        """Let all scores lie between -1e33 and -1e36; returns the case."""
+        heads, _, dim = self.shape
+        self.cos.fill_(1.0)
+        self.sin.zero_()
+        self.keys.abs_()
+        self.qkv.abs_()[:, : heads * dim].neg_()
+        self.scale = 1e33
+        return self
 
     def check(self, *, splits=None, rows=True, scales=None, bound=None, launch=None, repeats=0, **fields):
         """``launch``: what the launcher is built with, other than the portable kernel for few sequences.
@@ -65,7 +76,7 @@ class Case:
         bound = bound or BOUND[self.qkv.dtype]
         heads, kv_heads, dim = self.shape
         layer = AttentionLayer(
-            heads, kv_heads, dim, dim**-0.5, self.cos.shape[-1], rope=1, eps=1e-6, **fields
+            heads, kv_heads, dim, self.scale, self.cos.shape[-1], rope=1, eps=1e-6, **fields
         )
         order = torch.randperm(len(self.lens)).to(DEVICE) if rows else None
         tables = self.tables
@@ -78,7 +89,7 @@ class Case:
         keys, values = self.keys.clone(), self.values.clone()
         wanted = reference.fused_attention(
             self.qkv, keys, values, self.tables, self.lens, self.slots, self.cos, self.sin, num_heads=heads,
-            scale=dim**-0.5, eps=1e-6, scales=tuple(float(s) for s in scales or (1.0, 1.0)), **fields,
+            scale=self.scale, eps=1e-6, scales=tuple(float(s) for s in scales or (1.0, 1.0)), **fields,
         )  # fmt: skip
         launch = launch or {"column_shape": ColumnShape(2, 4, 64, 6)}
         run = DecodeAttention(self.qkv.device, [layer], len(self.lens), **launch)

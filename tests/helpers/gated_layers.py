@@ -34,5 +34,5 @@ def give_cpu_gated_layers(monkeypatch):
     monkeypatch.setitem(gated_linear.ACTIVATIONS, "silu", activation.silu_and_mul)
     seen = []
 
-    monkeypatch.setattr(gated_linear, "gated_shape", lambda num_tokens, size: seen.append(num_tokens))
+    monkeypatch.setattr(gated_linear, "gated_shape", lambda num_tokens, *_: seen.append(num_tokens))
     return seen

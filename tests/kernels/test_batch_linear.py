@@ -26,7 +26,7 @@ SMALL = {(512, 256): {128: BatchShape(128, 2, 128, 4, 128), 256: SHAPE}}  # what
 
 @pytest.fixture
 def measured(monkeypatch):
-    monkeypatch.setattr(batch, "MEASURED", SMALL)
+    monkeypatch.setattr(batch, "GATED_PRODUCTS", SMALL)
 
 
 def as_python(function, program=0, programs=1):
@@ -88,9 +88,22 @@ def fits(shape, rows, columns, num_tokens, **what):
     return ring + room <= 226 * 1024  # of shared memory; barriers and reductions take some too
 
 
-@pytest.mark.parametrize(("rows", "columns"), batch.MEASURED)
+@pytest.mark.parametrize("at_once", [132, 114, 78, 16, 1])
+def test_no_more_programs_than_run_at_once(at_once):
+    """Of H200, H100 PCIe, H20 and small parts of one; with as many programs as tiles of tokens at least."""
+    for (rows, columns), choices in batch.GATED_PRODUCTS.items():
+        for num_tokens, shape in choices.items():
+            token_tiles = -(-num_tokens // shape.tokens)
+            programs = shape.num_programs(rows, columns, num_tokens, at_once)
+            assert programs % token_tiles == 0 and programs > 0
+            assert programs == token_tiles or programs <= at_once
+            if at_once == MULTIPROCESSORS:
+                assert programs == shape.programs // token_tiles * token_tiles
+
+
+@pytest.mark.parametrize(("rows", "columns"), batch.GATED_PRODUCTS)
 def test_what_was_measured_fits_the_device(rows, columns):
-    for num_tokens, shape in batch.MEASURED[rows, columns].items():
+    for num_tokens, shape in batch.GATED_PRODUCTS[rows, columns].items():
         assert 65 <= num_tokens <= 512
         assert fits(shape, rows, columns, num_tokens, is_gated=True, has_residual=False, has_next=False)
 
@@ -181,7 +194,7 @@ def test_compiled_code_follows_a_table_that_changes(monkeypatch):
     monkeypatch.setitem(gated.ACTIVATIONS, "silu", activation.silu_and_mul)
     compiled = torch.compile(product, backend=backend, fullgraph=True, dynamic=True)
     for table, is_launched in (({}, False), (SMALL, True), ({}, False)):
-        monkeypatch.setattr(batch, "MEASURED", table)
+        monkeypatch.setattr(batch, "GATED_PRODUCTS", table)
         assert bool((compiled(x) == -1.0).all()) == is_launched
     assert len(graphs) == 1
 

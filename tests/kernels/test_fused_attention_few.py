@@ -76,6 +76,14 @@ def test_long_contexts_are_split_over_keys(monkeypatch, fields):
     Case([300, 64, 129], HALF, heads=4, kv_heads=2, dim=64, rotary=64).check(launch=launch(), **fields)
 
 
+@pytest.mark.parametrize("longest", [1024, 100], ids=["columns", "split over keys"])
+def test_the_best_score_is_found_however_low_all_are(monkeypatch, longest):
+    torch.manual_seed(9)
+    monkeypatch.setattr(fused_attention_launch, "LONG", longest)
+    case = Case(LENS, HALF, heads=4, kv_heads=2, dim=64, rotary=64).lower_scores()
+    case.check(launch=launch(parts=2))
+
+
 def test_a_value_that_is_not_finite_is_stored_as_zero():
     case = Case([20], HALF, heads=2, kv_heads=1, dim=64, rotary=64)
     case.qkv[0, -1] = float("nan")

@@ -102,6 +102,12 @@ def test_a_fill_counts_whole_rounds_of_whole_tiles(num_tokens, columns, share):
     assert gated.SHAPE.fill(num_tokens, 128 * columns) == share
 
 
+def test_fills_are_of_the_rounds_of_the_device():
+    assert gated.SHAPE.fill(128, 128 * 114, 114) == 1.0
+    assert gated.SHAPE.fill(128, 128 * 132, 114) == 132 / 228
+    assert gated.gated_shape(256, 7296, 114) is gated.SHAPE and gated.gated_shape(256, 8448, 114) is None
+
+
 def test_a_step_of_many_tokens_takes_the_kernel_unless_it_cannot_read_it(monkeypatch):
     def takes_kernel(x):
         passes.clear()

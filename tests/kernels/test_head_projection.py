@@ -56,6 +56,11 @@ def test_steps_whose_tiles_fill_their_rounds(num_tokens, rows, takes):
     assert not head_projection.takes(x, weight, keys.to(torch.float8_e4m3fn))
 
 
+def test_tiles_fill_the_rounds_of_the_device():
+    assert head_projection.fills(896, 4096, 114) and not head_projection.fills(896, 4096, 132)
+    assert [head_projection.fewest_tokens(4096, number) for number in (78, 132)] == [1061, 898]
+
+
 def test_the_smallest_step_that_takes_it_is_compiled_ahead():
     for num_rows, fewest in ((3072, 1197), (4096, 898), (6144, 599)):
         assert head_projection.fewest_tokens(num_rows) == fewest

@@ -12,13 +12,13 @@ from atom.kernels.triton import decode_table, prefill_table
 from atom.kernels.triton.decode_choices import (
     BATCH_CLASSES,
     CLASSES,
+    LINEAR_CHOICES,
     Choice,
     LinearShape,
     candidates,
     default_choice,
     fits,
 )
-from atom.kernels.triton.decode_choices import MEASURED as MEASURED_DECODES
 from atom.kernels.triton.prefill_table import TORCH, PrefillLayer, choose
 from atom.kernels.triton.varlen_attention import HOPPER_SHAPE, TileShape, layer_tile_shape, tile_shape
 from atom.model_ops.attentions import triton as triton_backend
@@ -100,7 +100,7 @@ def test_a_choice_that_does_not_serve_its_layer_is_not_used(tokens, kernel, bloc
 
 
 def test_every_usual_choice_and_every_candidate_may_be_kept():
-    for n, k, has_activation in MEASURED_DECODES:
+    for n, k, has_activation in LINEAR_CHOICES:
         shape = LinearShape(n, k, int(has_activation))
         for most in CLASSES + BATCH_CLASSES[:2]:
             choices = [default_choice(shape, most, True), *candidates(shape, most, True)]

@@ -7,8 +7,8 @@ from atom.kernels.reference import decode as reference
 from atom.kernels.triton import fused_attention_launch
 from atom.kernels.triton.decode_choices import (
     BATCHES,
+    LINEAR_CHOICES,
     MAX_TOKENS,
-    MEASURED,
     NEED_GLUON,
     Choice,
     LinearShape,
@@ -124,7 +124,7 @@ def test_a_norm_may_be_half_done_by_the_launch_before_it(producer, consumer, dty
 
 @pytest.mark.parametrize("num_tokens", [65, 96, 128, 129, 256, 257, 512])
 def test_shapes_of_models_have_a_choice_of_many_tokens_on_sm_90(num_tokens):
-    for n, k, has_activation in MEASURED:
+    for n, k, has_activation in LINEAR_CHOICES:
         shape = LinearShape(n, k, int(has_activation))
         choice = default_choice(shape, num_tokens, True)
         assert choice.kernel == "batch" and serves(shape, num_tokens, True)
@@ -133,7 +133,7 @@ def test_shapes_of_models_have_a_choice_of_many_tokens_on_sm_90(num_tokens):
         assert not serves(shape, num_tokens, False)
         with pytest.raises(ValueError, match=f"no kernel of decode steps serves .* and {num_tokens} tokens"):
             default_choice(shape, num_tokens, False)
-    assert {key[:3] for key in BATCHES} == set(MEASURED)
+    assert {key[:3] for key in BATCHES} == set(LINEAR_CHOICES)
 
 
 def test_what_serves_many_tokens_follows_a_rule():
@@ -156,7 +156,7 @@ def test_what_serves_many_tokens_follows_a_rule():
 
 @pytest.mark.parametrize("num_tokens", [128, 256])
 def test_what_is_tried_of_many_tokens_covers_its_shape(num_tokens):
-    for n, k, has_activation in MEASURED:
+    for n, k, has_activation in LINEAR_CHOICES:
         shape = LinearShape(n, k, int(has_activation))
         tried = list(candidates(shape, num_tokens, True))
         assert len(tried) == len(set(tried)) >= 3
@@ -173,7 +173,7 @@ def test_a_norm_of_many_tokens_must_be_half_done():
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 32, 33, 64])
 def test_a_choice_depends_on_the_class_of_tokens_alone(num_tokens):
-    for n, k, has_activation in MEASURED:
+    for n, k, has_activation in LINEAR_CHOICES:
         shape = LinearShape(n, k, int(has_activation))
         for has_gluon in (False, True):
             choice = default_choice(shape, num_tokens, has_gluon)
@@ -182,7 +182,7 @@ def test_a_choice_depends_on_the_class_of_tokens_alone(num_tokens):
 
 
 def test_every_ring_that_is_tried_covers_its_shape():
-    for n, k, has_activation in MEASURED:
+    for n, k, has_activation in LINEAR_CHOICES:
         shape = LinearShape(n, k, int(has_activation))
         for num_tokens in (8, 32, 64):
             tried = [
@@ -198,7 +198,7 @@ def test_every_ring_that_is_tried_covers_its_shape():
 
 
 def test_every_tile_that_is_tried_covers_its_shape():
-    for n, k, has_activation in MEASURED:
+    for n, k, has_activation in LINEAR_CHOICES:
         shape = LinearShape(n, k, int(has_activation))
         tried = [choice.blocks for choice in candidates(shape, MAX_TOKENS, True) if choice.kernel == "tile"]
         assert tried and len(tried) == len(set(tried)) and all(fits_tile(shape, blocks) for blocks in tried)
@@ -271,6 +271,12 @@ def test_a_norm_that_no_launch_did_half_of_is_taken_by_another_kernel(tmp_path, 
     assert close(out, reference.fused_linear(x, layer.weight, norm=layer.norm, eps=1e-5, activation="silu"))
 
 
+def test_a_launch_between_two_norms_is_refused():
+    layer, x = linear(256, 64, None, HALF, True, False), random(20, 256, dtype=HALF)
+    with pytest.raises(ValueError, match=r"^scaled \(32 shares .* and next_norm"):
+        DecodeLinear(x.device)(x, layer, x, scaled=Scaled(x, 32), next_norm=x[0], next_x=x)
+
+
 def test_a_row_does_not_depend_on_its_company():
     layer = linear(128, 96, "silu", HALF, True, False)
     x = random(40, 128, dtype=HALF)
@@ -338,6 +344,14 @@ def test_an_fp8_cache_holds_its_largest_number_instead_of_nan(splits):
         case.qkv[0, : heads * dim] *= -1
 
 
+@pytest.mark.parametrize("splits", [None, 1, 4], ids=["columns", "one split", "four splits"])
+def test_the_best_score_is_found_however_low_all_are(splits, monkeypatch):
+    torch.manual_seed(9)
+    Case(LENS, torch.float32).lower_scores().check(splits=splits)
+    monkeypatch.setattr("atom.kernels.triton.fused_attention_launch.LONG", 100)
+    Case([200, 64], torch.float32).lower_scores().check(splits=splits, window=150)
+
+
 @pytest.fixture
 def has_gluon(tmp_path, monkeypatch):
     use_gluon_kernels(monkeypatch, tmp_path)
@@ -367,6 +381,11 @@ def test_attention_of_warps_takes_groups_of_any_size(heads, has_gluon):
     Case([50, 0, 1], HALF, heads=heads).check(
         launch={"batch_shape": WARP_SHAPES[0]}, sinks=sinks, soft_cap=2.0
     )
+
+
+def test_attention_of_warps_finds_the_best_score_however_low_all_are(has_gluon):
+    for shape in WARP_SHAPES[:2]:
+        Case(LENS, HALF).lower_scores().check(launch={"batch_shape": shape})
 
 
 def test_attention_of_warps_stores_zero_for_what_is_not_finite(has_gluon):

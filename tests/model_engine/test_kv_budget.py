@@ -71,6 +71,15 @@ def test_recorded_graphs_are_left_room_and_are_told_of():
         )
 
 
+def test_buffers_of_decode_steps_are_left_room_and_are_told_of():
+    device = facts(device="cuda", buffers=60 * MIB)
+    given = limits(gpu_memory_utilization=0.5, max_num_seqs=512)
+    assert plan_cache([FULL], device, given).budget == int(16384 * MIB * 0.48) - 660 * MIB
+    given = replace(given, max_model_len_is_explicit=True, max_model_len=1 << 20)
+    with pytest.raises(CacheBudgetError, match="decode steps' buffers +60 MiB"):
+        plan_cache([FULL], replace(device, free=1000 * MIB), given)
+
+
 def test_absolute_size_wins_over_shares():
     plan = plan_cache([FULL], facts(), limits(kv_cache_memory=128 * MIB, gpu_memory_utilization=0.9))
     assert plan.budget == 128 * MIB

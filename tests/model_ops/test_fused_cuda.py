@@ -9,9 +9,12 @@ import torch
 from atom.config import Config
 from atom.kernels.registry import override_kernel
 from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.runner.fused_steps import buffer_bytes
+from atom.model_loader.model_files import ModelFiles
 from atom.model_ops import fused_cuda
 from atom.model_ops.fused_cuda import FusedCudaDecoder, fused_cuda_decoder, why_not
 from atom.model_ops.outbox import Outbox
+from atom.models.registry import get_model_class
 from atom.platforms import get_platform
 from atom.platforms.cuda import CudaPlatform
 from atom.sampling_params import SamplingParams
@@ -34,6 +37,18 @@ def folders(tmp_path_factory):
 def plain_model(folder, dtype=torch.float32):
     with override_kernel("linear", "reference"):
         return load_model(folder, dtype)
+
+
+def model_without_memory(folder, dtype=torch.float32):
+    """As memory is planned with."""
+    config = ModelFiles.resolve(str(folder)).hf_config
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), override_kernel("linear", "reference"):
+            return get_model_class(config.architectures)(config)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def decode(model, steps, is_fused):
@@ -133,6 +148,36 @@ def test_a_step_leaves_its_ids_in_host_memory(folders):
     head = HeadWork(np.arange(2), 0, True, False)
     model.fused.finish(head, model.fused.hidden[:2])
     assert head.is_done and head.letter is None, "the step was no replay, so it is not counted"
+
+
+@pytest.mark.parametrize(("max_tokens", "has_gluon"), [(8, False), (64, True), (100, True), (4096, True)])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_what_it_will_allocate_is_known_before_weights_are_read(folders, family, max_tokens, has_gluon):
+    options = {"max_tokens": max_tokens, "has_gluon": has_gluon}
+    fused = FusedCudaDecoder(plain_model(folders[family]).dense_decoder(), **options)
+    rooms = {key: value for key, value in vars(fused).items() if isinstance(value, torch.Tensor)}
+    assert rooms.pop("_table").numel() and rooms.pop("_flags").nbytes == 8
+    rooms |= {name: getattr(fused._linear._workspace, name) for name in ("partial", "arrivals", "shares")}
+    rooms |= {
+        name: value for name, value in vars(fused._attention).items() if isinstance(value, torch.Tensor)
+    }
+    wanted = sum(room.nbytes for room in rooms.values())
+    decoder = model_without_memory(folders[family]).dense_decoder()
+    assert decoder.head.packed is None
+    assert FusedCudaDecoder.num_bytes(decoder, **options) == wanted
+
+
+def test_memory_is_planned_with_what_a_fused_decoder_will_allocate(folders, monkeypatch):
+    monkeypatch.setattr(CudaPlatform, "architecture", lambda self: "sm_90")
+    monkeypatch.setattr(CudaPlatform, "describe", lambda self: {"architecture": "sm_90"})
+    config, platform = Config("m", max_num_seqs=512), CudaPlatform()
+    model = model_without_memory(folders["llama"], torch.bfloat16)
+    wanted = FusedCudaDecoder.num_bytes(model.dense_decoder(), max_tokens=512, has_gluon=True)
+    assert buffer_bytes(config, platform, model) == wanted > 1 << 20
+    assert buffer_bytes(config, CPU, model) == buffer_bytes(config, platform, None) == 0
+    assert buffer_bytes(config, platform, model_without_memory(folders["llama"])) == 0, "its dtype is another"
+    monkeypatch.setenv("ATOM_FUSED_DECODE", "0")
+    assert buffer_bytes(config, platform, model) == 0
 
 
 def test_what_is_not_fused_says_why(folders):

@@ -10,7 +10,8 @@ that fails ends its process's use of the device, so that no counter is left as i
 import triton
 import triton.language as tl
 
-NEVER = tl.constexpr(-1.0e30)  # a maximum before any score: finite, so that no difference of two is NaN
+# A maximum before any score: the lowest finite number of fp32. No score is lower, and no difference of two is NaN.
+NEVER = tl.constexpr(-(2 - 2**-23) * 2.0**127)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

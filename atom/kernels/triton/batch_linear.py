@@ -13,7 +13,7 @@ import torch
 import triton
 
 from atom.kernels.triton.decode_parts import ACTIVATIONS, pdl_options
-from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, rows_there, shared_layout
+from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, num_at_once, rows_there, shared_layout
 
 STEP = 64  # columns
 SUMS = 128 * 256  # that a program leaves to another, at most
@@ -34,11 +34,17 @@ class BatchShape(NamedTuple):
     stages: int
     programs: int
 
-    def num_programs(self, num_rows: int, columns: int, num_tokens: int) -> int:
-        """That share the product of a weight ``[num_rows, columns]``."""
+    def num_programs(
+        self, num_rows: int, columns: int, num_tokens: int, at_once: int = MULTIPROCESSORS
+    ) -> int:
+        """That share the product of a weight ``[num_rows, columns]``: a multiple of the tiles of tokens.
+
+        No more than run ``at_once``: programs wait for what those of lower numbers leave to them. Those are started
+        first, and leave it before they wait themselves, so that more would be slower, not stuck.
+        """
         token_tiles = triton.cdiv(num_tokens, self.tokens)
         steps = triton.cdiv(num_rows, self.rows * self.groups) * (columns // STEP)
-        return min(self.programs // token_tiles, steps) * token_tiles
+        return max(1, min(min(self.programs, at_once) // token_tiles, steps)) * token_tiles
 
     def buffers(self, has_residual: bool, has_next: bool) -> int:
         """From which results leave, of a group: two of chunks that take turns, or of whole tiles one each."""
@@ -80,7 +86,7 @@ _NOTHING = Around()
 
 # Gated products of prefill steps: (rows of the weight, columns) -> by number of tokens. Only where the kernel was
 # faster than cuBLAS with a pass for the activation.
-MEASURED: dict[tuple[int, int], dict[int, BatchShape]] = {
+GATED_PRODUCTS: dict[tuple[int, int], dict[int, BatchShape]] = {
     (28672, 4096): {
         128: BatchShape(64, 2, 128, 6, 112),
         256: BatchShape(64, 2, 128, 6, 128),
@@ -92,7 +98,7 @@ MEASURED: dict[tuple[int, int], dict[int, BatchShape]] = {
 
 def batch_shape(rows: int, columns: int, num_tokens: int) -> BatchShape | None:
     """How to run a gated product of ``num_tokens`` with a weight ``[rows, columns]``; None: by another kernel."""
-    choices = MEASURED.get((rows, columns), {})
+    choices = GATED_PRODUCTS.get((rows, columns), {})
     return next((shape for most, shape in choices.items() if most - REACH < num_tokens <= most), None)
 
 
@@ -162,7 +168,7 @@ def launch(
         layout = shared_layout(2, min(128, 2 * out_rows))
         return TensorDescriptor(tensor, [rows, size], [size, 1], [chunk, out_rows], layout)
 
-    batch_gemm[(shape.num_programs(num_rows, columns, num_tokens),)](
+    batch_gemm[(shape.num_programs(num_rows, columns, num_tokens, num_at_once(x.device)),)](
         weights,
         TensorDescriptor(
             x, [rows_there(x, padded), columns], [x.stride(0), 1], [shape.tokens, STEP], shared_layout()
@@ -212,7 +218,7 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor, activation: str) -> tor
 
 def reserve(weight: torch.Tensor) -> None:
     """Make the workspace for gated products with ``weight``, if they may need one: before a graph is recorded."""
-    if tuple(weight.shape) in MEASURED and weight.device.type == "cuda":
+    if tuple(weight.shape) in GATED_PRODUCTS and weight.device.type == "cuda":
         _workspace(weight.device)
 
 
@@ -220,6 +226,6 @@ def rehearse(weight: torch.Tensor, max_tokens: int, activation: str) -> None:
     """Launch each kernel that steps of up to ``max_tokens`` take; called while launches are recorded."""
     x = weight[:8]
     output = weight.new_empty((len(x), len(weight) // 2))
-    for most, shape in MEASURED.get(tuple(weight.shape), {}).items():
+    for most, shape in GATED_PRODUCTS.get(tuple(weight.shape), {}).items():
         if most - REACH < max_tokens:
             launch(shape, x, weight, output, ACTIVATIONS[activation])

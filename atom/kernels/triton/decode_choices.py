@@ -1,9 +1,9 @@
 """Which kernel and which blocks serve a linear layer of a decode step.
 
 ``gemv``, ``gluon`` and ``mma`` serve one token, ``loop``, ``rows``, ``ring`` and ``tile`` up to 64, ``batch`` more, on
-sm_90 alone. What is best was measured for the shapes of ``MEASURED`` and ``BATCHES`` on an H200; other shapes follow
-rules drawn from them, and ``decode_table`` overrides both with what was measured on this machine. A choice depends on
-(N, K) and on the class of the number of tokens, on nothing else.
+sm_90 alone. What is best was measured for the shapes of ``LINEAR_CHOICES`` and ``BATCHES`` on an H200; other shapes
+follow rules drawn from them, and ``decode_table`` overrides both with what was measured on this machine. A choice
+depends on (N, K) and on the class of the number of tokens, on nothing else.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OF_ONE_TOKEN = ("gemv", "gluon", "mma")
 NEED_GLUON = ("gluon", "mma", "ring", "tile", "batch")
 
 # (N, K, has an activation) -> by class.
-MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
+LINEAR_CHOICES: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
     (4096, 1024, False): (
         Choice("mma", (16, 4)), Choice("ring", (16, 256, 1, 4, 4, 4)),
         Choice("tile", (32, 128, 1, 8, 3, 0)), Choice("loop", (64, 128, 2, 5, 0)),
@@ -113,7 +113,7 @@ MEASURED: dict[tuple[int, int, bool], tuple[Choice, ...]] = {
 
 # Of products of more tokens: rows of a group of warps, groups, tokens, stages. Two, so that few kernels serve a model.
 TALL, FLAT = (64, 2, 128, 6), (64, 1, 128, 8)
-# As MEASURED, of 128 and of 256 tokens: tiles, and programs that share them.
+# As LINEAR_CHOICES, of 128 and of 256 tokens: tiles, and programs that share them.
 BATCHES: dict[tuple[int, int, bool], tuple[BatchShape, BatchShape]] = {
     (4096, 1024, False): (BatchShape(*FLAT, 64), BatchShape(*FLAT, 128)),
     (1024, 2048, False): (BatchShape(*FLAT, 64), BatchShape(*FLAT, 64)),
@@ -145,7 +145,7 @@ def default_choice(shape: LinearShape, num_tokens: int, has_gluon: bool) -> Choi
             raise ValueError(f"no kernel of decode steps serves {shape} and {num_tokens} tokens")
         return Choice("batch", tuple(_batch_blocks(shape, token_class(num_tokens))))
     index = CLASSES.index(token_class(num_tokens))
-    measured = MEASURED.get((shape.N, shape.K, shape.activation > 0))
+    measured = LINEAR_CHOICES.get((shape.N, shape.K, shape.activation > 0))
     if measured is not None:
         choice = measured[index]
         if has_gluon or choice.kernel not in NEED_GLUON:

@@ -110,6 +110,12 @@ class DecodeLinear:
     def shares(self) -> torch.Tensor:
         return self._workspace.shares
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the workspace."""
+        space = self._workspace
+        return space.partial.nbytes + space.arrivals.nbytes + space.shares.nbytes
+
     def reserve(self, shapes: list[LinearShape], max_tokens: int = MAX_TOKENS) -> None:
         """Make room for the partial sums of every shape; before anything is recorded.
 
@@ -170,8 +176,14 @@ class DecodeLinear:
             What the launch behind may take as ``scaled``; None where this kernel leaves nothing.
 
         Raises:
-            ValueError: no kernel serves so many tokens, or none that takes the whole norm.
+            ValueError: no kernel serves so many tokens, or none that takes the whole norm; or ``scaled`` and
+                ``next_norm`` together: a launch would read shares where it writes the next norm's.
         """
+        if scaled is not None and next_norm is not None:
+            raise ValueError(
+                f"scaled ({scaled.num_shares} shares of the norm before) and next_norm (of the norm behind) in one "
+                "launch: it would write shares of sums of squares where it reads those of the launch before"
+            )
         num_tokens = len(x)
         shape = layer.shape
         choice = choice or self.choice(shape, num_tokens)

@@ -141,6 +141,11 @@ class DecodeAttention:
         self._stats = torch.zeros(2 * size // 16, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(groups, dtype=torch.int32, device=device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the room for partial results."""
+        return self._partial.nbytes + self._stats.nbytes + self._arrivals.nbytes
+
     def column_shape(self, layer: AttentionLayer, num_seqs: int) -> ColumnShape | None:
         """The kernel where keys are not to be split; None where they are."""
         shape = self._column_shape or column_shape(layer)

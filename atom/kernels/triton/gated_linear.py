@@ -16,7 +16,7 @@ import triton
 from atom.kernels.linear import LinearKernel
 from atom.kernels.registry import Supports, register_kernel
 from atom.kernels.triton import batch_linear, elementwise
-from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, shared_layout
+from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, num_at_once, shared_layout
 from atom.platforms import Platform
 from atom.utils.custom_register import direct_register_custom_op
 
@@ -43,10 +43,10 @@ class GatedShape(NamedTuple):
         tokens, columns = self.tile
         return triton.cdiv(num_tokens, tokens), triton.cdiv(size, columns)
 
-    def fill(self, num_tokens: int, size: int) -> float:
+    def fill(self, num_tokens: int, size: int, at_once: int = MULTIPROCESSORS) -> float:
         """What share of the multiplications that programs have time for, whole rounds of tiles, is of the product."""
         num_rows, num_columns = self.tiles(num_tokens, size)
-        num_places = triton.cdiv(num_rows * num_columns, MULTIPROCESSORS) * MULTIPROCESSORS
+        num_places = triton.cdiv(num_rows * num_columns, at_once) * at_once
         return num_tokens * size / (num_places * math.prod(self.tile))
 
 
@@ -63,12 +63,16 @@ MIN_TALL_TOKENS = 8192
 TALL_RATE = 1.01
 
 
-def gated_shape(num_tokens: int, size: int) -> GatedShape | None:
-    """How to build the kernel for this many tokens; None: cuBLAS and a pass for the activation are faster."""
+def gated_shape(num_tokens: int, size: int, at_once: int = MULTIPROCESSORS) -> GatedShape | None:
+    """How to build the kernel for this many tokens where ``at_once`` programs run at a time.
+
+    None: cuBLAS and a pass for the activation are faster.
+    """
     if num_tokens < MIN_TOKENS:
         return None
-    fill = SHAPE.fill(num_tokens, size)
-    if num_tokens >= MIN_TALL_TOKENS and TALL_RATE * TALL.fill(num_tokens, size) >= max(fill, MIN_FILL):
+    fill = SHAPE.fill(num_tokens, size, at_once)
+    tall_fill = TALL.fill(num_tokens, size, at_once)
+    if num_tokens >= MIN_TALL_TOKENS and TALL_RATE * tall_fill >= max(fill, MIN_FILL):
         return TALL
     return SHAPE if fill >= MIN_FILL else None
 
@@ -111,7 +115,7 @@ def launch(
     (num_tokens, in_features), size = x.shape, output.shape[1]
     num_rows, num_columns = shape.tiles(num_tokens, size)
     num_tiles = num_rows * num_columns
-    gated_sm90[(min(num_tiles, MULTIPROCESSORS),)](
+    gated_sm90[(min(num_tiles, num_at_once(x.device)),)](
         TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [ROWS.value, STEP.value], layout),
         TensorDescriptor(weight, list(weight.shape), [in_features, 1], [COLUMNS.value, STEP.value], layout),
         TensorDescriptor(output, list(output.shape), [size, 1], [ROWS.value, COLUMNS.value], layout),
@@ -141,7 +145,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torc
     if product is not None:
         return product
     size = weight.shape[0] // 2
-    shape = gated_shape(len(x), size)
+    shape = gated_shape(len(x), size, num_at_once(x.device))
     if shape is None or not can_bring(x, weight):
         return ACTIVATIONS[activation](F.linear(x, weight))
     output = torch.empty((len(x), size), dtype=x.dtype, device=x.device)

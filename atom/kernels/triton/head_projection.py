@@ -8,7 +8,7 @@ from functools import cache
 import torch
 import triton
 
-from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, shared_layout
+from atom.kernels.triton.hopper import MULTIPROCESSORS, can_bring, num_at_once, shared_layout
 from atom.platforms import Platform
 
 TOKENS, COLUMNS = 128, 256  # of a tile
@@ -30,22 +30,23 @@ def supports(
     )
 
 
-def fills(num_tokens: int, num_rows: int) -> bool:
-    """Whether tiles of so many tokens and rows of the weight leave little of their rounds empty."""
+def fills(num_tokens: int, num_rows: int, at_once: int = MULTIPROCESSORS) -> bool:
+    """Whether tiles of so many tokens and rows of the weight leave little of their rounds, ``at_once`` each, empty."""
     num_tiles = triton.cdiv(num_tokens, TOKENS) * (num_rows // COLUMNS)
-    places = triton.cdiv(num_tiles, MULTIPROCESSORS) * MULTIPROCESSORS * TOKENS * COLUMNS
+    places = triton.cdiv(num_tiles, at_once) * at_once * TOKENS * COLUMNS
     return num_tokens * num_rows >= MIN_FILL * places > 0
 
 
 @cache
-def fewest_tokens(num_rows: int) -> int:
+def fewest_tokens(num_rows: int, at_once: int = MULTIPROCESSORS) -> int:
     """The smallest step whose product with so many rows of a weight the kernel takes."""
-    return next(n for n in itertools.count(1) if fills(n, num_rows))
+    return next(n for n in itertools.count(1) if fills(n, num_rows, at_once))
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, keys: torch.Tensor) -> bool:
     """Whether the kernel can read these, and has the tiles for it; cuBLAS and a pass are faster otherwise."""
-    return fills(len(x), len(weight)) and keys.dtype is x.dtype and can_bring(x, weight)
+    is_full = fills(len(x), len(weight), num_at_once(x.device))
+    return is_full and keys.dtype is x.dtype and can_bring(x, weight)
 
 
 def launch(
@@ -78,7 +79,7 @@ def launch(
     half = output.shape[2] // 2
     num_rows, num_columns = triton.cdiv(num_tokens, TOKENS), rows // COLUMNS
     num_tiles = num_rows * num_columns
-    projection_sm90[(min(num_tiles, MULTIPROCESSORS),)](
+    projection_sm90[(min(num_tiles, num_at_once(x.device)),)](
         TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [ROWS.value, STEP.value], layout),
         TensorDescriptor(weight, list(weight.shape), [columns, 1], [half, STEP.value], layout),
         TensorDescriptor(output, [num_tokens, rows], [rows, 1], [ROWS.value, COLUMNS], layout),

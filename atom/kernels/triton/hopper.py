@@ -9,7 +9,16 @@ import torch
 
 from atom.platforms import platform_of_device
 
-MULTIPROCESSORS = 132  # of an H200
+# Of an H200, where choices were measured; other chips of sm_90, and parts of one, have fewer.
+MULTIPROCESSORS = 132
+
+
+@cache
+def num_at_once(device: torch.device) -> int:
+    """How many programs that fill a multiprocessor run at a time on ``device``: an H200's where nothing runs."""
+    if device.type != "cuda":  # launches are recorded
+        return MULTIPROCESSORS
+    return platform_of_device(device).num_multiprocessors(device.index or 0)
 
 
 @cache

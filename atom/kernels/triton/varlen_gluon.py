@@ -49,13 +49,13 @@ def _take_work(tiles, turn, num_works, num_tokens, KV_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _count_keys(is_work, seq, offset, query_len, context_len, TOKENS: gl.constexpr, KEYS: gl.constexpr):
+def _count_keys(seq, offset, query_len, context_len, TOKENS: gl.constexpr, KEYS: gl.constexpr):
     """Key tiles of a work: this step's that all rows see whole, its others, in all; and the cached keys."""
     prefix = gl.maximum(context_len - query_len, 0)
     whole = offset // KEYS
     diagonal = (gl.minimum(query_len, offset + TOKENS) + KEYS - 1) // KEYS - whole
     count = whole + diagonal + (prefix + KEYS - 1) // KEYS
-    count = gl.where(is_work & (seq >= 0) & (context_len > 0), count, 0)
+    count = gl.where((seq >= 0) & (context_len > 0), count, 0)
     return whole, diagonal, count, prefix
 
 
@@ -147,7 +147,7 @@ def _produce(
     )
     while is_work:
         whole, diagonal, count, prefix = _count_keys(
-            is_work, seq, offset, query_len, context_len, 2 * HALF_TOKENS, KEYS
+            seq, offset, query_len, context_len, 2 * HALF_TOKENS, KEYS
         )
         if count > 0:
             row = seq.to(gl.int64)
@@ -313,7 +313,7 @@ def _consume(
     while is_work:
         turn += 1
         whole, diagonal, count, prefix = _count_keys(
-            is_work, seq, offset, query_len, context_len, 2 * HALF_TOKENS, KEYS
+            seq, offset, query_len, context_len, 2 * HALF_TOKENS, KEYS
         )
         if count > 0:
             mbarrier.wait(q_full.index(PART), works & 1)

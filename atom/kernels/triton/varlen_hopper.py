@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from atom.kernels.triton.hopper import MULTIPROCESSORS, shared_layout
+from atom.kernels.triton.hopper import num_at_once, shared_layout
 from atom.kernels.triton.varlen_gluon import varlen_sm90
 from atom.platforms import platform_of_device
 
@@ -72,7 +72,7 @@ def launch(
     step_shape = [num_tokens, num_kv_heads * dim]
     cache_shape = [keys.shape[0] * num_kv_heads * page, dim]
     num_works = len(tiles) * num_kv_heads
-    varlen_sm90[(min(num_works, MULTIPROCESSORS),)](
+    varlen_sm90[(min(num_works, num_at_once(q.device)),)](
         TensorDescriptor(q, [num_tokens, num_heads, dim], [q.stride(0), dim, 1], [tokens, group, dim], deep),
         TensorDescriptor(k, step_shape, [k.stride(0), 1], [num_keys, dim], flat),
         TensorDescriptor(v, step_shape, [v.stride(0), 1], [num_keys, dim], flat),

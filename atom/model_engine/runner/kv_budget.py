@@ -1,9 +1,9 @@
 """How many KV blocks fit, decided before a weight is read, and explained in a table when they do not.
 
 The budget is what the KV cache alone may use: ``--kv-cache-memory`` where given; on a device, the share
-``--gpu-memory-utilization`` of its memory, on the CPU ``CPU_SHARE`` of the free RAM, each less weights, activations
-and what recorded graphs hold. Every group first gets what one request of ``max_model_len`` needs; the rest is divided
-so that the groups run full together.
+``--gpu-memory-utilization`` of its memory, on the CPU ``CPU_SHARE`` of the free RAM, each less weights, activations,
+what recorded graphs hold and what fused decode steps write. Every group first gets what one request of
+``max_model_len`` needs; the rest is divided so that the groups run full together.
 """
 
 import math
@@ -28,10 +28,11 @@ class MemoryFacts:
     weights: int
     activations: int
     graphs: int = 0  # an upper estimate of what recorded graphs will hold
+    buffers: int = 0  # of fused decode steps
 
     @property
     def taken(self) -> int:
-        return self.weights + self.activations + self.graphs
+        return self.weights + self.activations + self.graphs + self.buffers
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ def _explain(
         ("weights", format_bytes(facts.weights)),
         ("activations", format_bytes(facts.activations)),
         *([("recorded graphs", format_bytes(facts.graphs))] if facts.graphs else []),
+        *([("decode steps' buffers", format_bytes(facts.buffers))] if facts.buffers else []),
         ("KV cache per token", format_bytes(per_token)),
         ("KV cache budget", format_bytes(budget)),
         (f"one request of {limits.max_model_len} tokens", format_bytes(need)),

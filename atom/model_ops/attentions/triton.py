@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from atom.kernels.triton import head_projection
 from atom.kernels.triton.decode_attention import arrival_counters, decode_attention
+from atom.kernels.triton.hopper import num_at_once
 from atom.kernels.triton.kv_cache import write_kv
 from atom.kernels.triton.prefill_table import Choices, PrefillLayer, choose, measured_choices
 from atom.kernels.triton.rotary_cache import rotate_and_write
@@ -44,6 +45,7 @@ class TritonAttention(AttentionBackend):
         self.fuses_projection = head_projection.supports(
             platform_of_device(torch.get_default_device()), spec.dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim
         )  # fmt: skip
+        self._at_once = num_at_once(torch.get_default_device())
         # This layer's own: a layer's launches follow one another, whatever else a stream does.
         self._arrivals = arrival_counters(torch.get_default_device())
         self._options = {
@@ -181,7 +183,7 @@ class TritonAttention(AttentionBackend):
         found = [size for size, last in zip(sizes, before, strict=False) if self.measured[size] != last]
         if self.fuses_projection:
             num_rows = (self.spec.num_heads + 2 * self.spec.num_kv_heads) * self.spec.head_dim
-            found.append(head_projection.fewest_tokens(num_rows))
+            found.append(head_projection.fewest_tokens(num_rows, self._at_once))
         return tuple(found)
 
     @staticmethod

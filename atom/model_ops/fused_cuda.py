@@ -107,7 +107,9 @@ def _device_of(platform: Platform) -> tuple[bool, str]:
 
 
 def _weight(linear: LinearBase) -> torch.Tensor | None:
-    """The plain weight ``[N, K]`` of a layer, where it has one."""
+    """The plain weight ``[N, K]`` of a layer, where it has one and will keep it."""
+    if linear.weight is not None and linear.kernel.makes_copy:
+        return None
     packed = linear.packed if linear.weight is None else linear.weight
     is_plain = isinstance(packed, torch.Tensor) and packed.dim() == 2 and packed.is_contiguous()
     return packed.detach() if is_plain and packed.is_floating_point() else None

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from atom.config import Config
+from atom.config_parts import OnlineQuantConfig
 from atom.kernels.registry import override_kernel
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.runner.fused_steps import buffer_bytes
 from atom.model_loader.model_files import ModelFiles
 from atom.model_ops import fused_cuda
 from atom.model_ops.fused_cuda import FusedCudaDecoder, fused_cuda_decoder, why_not
+from atom.model_ops.online_quant import apply_online_quant
 from atom.model_ops.outbox import Outbox
 from atom.models.registry import get_model_class
 from atom.platforms import get_platform
@@ -176,6 +178,9 @@ def test_memory_is_planned_with_what_a_fused_decoder_will_allocate(folders, monk
     assert buffer_bytes(config, platform, model) == wanted > 1 << 20
     assert buffer_bytes(config, CPU, model) == buffer_bytes(config, platform, None) == 0
     assert buffer_bytes(config, platform, model_without_memory(folders["llama"])) == 0, "its dtype is another"
+    apply_online_quant(model, OnlineQuantConfig(global_quant_config="ptpc_fp8"))
+    assert buffer_bytes(config, platform, model) == 0, "fp8 layers run as modules"
+    model = model_without_memory(folders["llama"], torch.bfloat16)
     monkeypatch.setenv("ATOM_FUSED_DECODE", "0")
     assert buffer_bytes(config, platform, model) == 0
 

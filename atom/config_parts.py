@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -361,6 +362,18 @@ class OnlineQuantConfig:
                     f"online_quant_config format must be one of {', '.join(formats)}, got {value!r}"
                     f"{suggest(value, formats)}"
                 )
+        if not named and not self.layer_quant_config:
+            raise ConfigError(
+                "online_quant_config rounds nothing: it needs global_quant_config or layer_quant_config"
+            )
+        exclude = (self.exclude_layer,) if isinstance(self.exclude_layer, str) else self.exclude_layer
+        for rule in (rule for rule in exclude if rule.startswith("re:")):
+            try:
+                re.compile(rule[3:])
+            except re.error as error:
+                raise ConfigError(
+                    f"online_quant_config.exclude_layer: {rule!r} is no regular expression: {error}"
+                ) from error
 
 
 @dataclass(frozen=True)

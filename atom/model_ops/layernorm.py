@@ -29,7 +29,6 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = new_parameter(size, loader=self.load_weight, dtype=torch.float32)
-        self.size = size
         self._norm = select_kernel("rms_norm", size=size)
 
     def quantise_for(self, linear: LinearBase) -> None:
@@ -39,7 +38,7 @@ class RMSNorm(nn.Module):
         ``ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT``.
         """
         if linear.kernel.takes_quantised and envs.ATOM_LLAMA_ENABLE_AITER_TRITON_FUSED_RMSNORM_QUANT:
-            self._norm = select_kernel("rms_norm_fp8", size=self.size)
+            self._norm = select_kernel("rms_norm_fp8", size=self.weight.shape[-1])
 
     def load_weight(self, param: nn.Parameter, tensor: torch.Tensor, shard_id: object = None) -> None:
         copy_into(param.data, tensor.float() + self.offset)

@@ -22,9 +22,8 @@ def rounded(**fields) -> list[str]:
     return [name for name in NAMES if formats.format_of(name) is FP8]
 
 
-def test_everything_or_nothing():
+def test_everything():
     assert rounded(global_quant_config="ptpc_fp8") == list(NAMES)
-    assert rounded() == []
 
 
 @pytest.mark.parametrize(
@@ -70,6 +69,22 @@ def test_formats_of_later_versions_are_refused_by_name():
         check_online_quant(Config.build("m", online_quant_config=online))
     check_online_quant(Config.build("m", online_quant_config={"global_quant_config": "ptpc_fp8"}))
     check_online_quant(Config.build("m"))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({}, "rounds nothing: it needs global_quant_config or layer_quant_config"),
+        ({"exclude_layer": "mlp"}, "rounds nothing"),
+        (
+            {"global_quant_config": "ptpc_fp8", "exclude_layer": ["*.mlp", "re:layers.("]},
+            r"exclude_layer: 're:layers.\(' is no regular expression",
+        ),
+    ],
+)
+def test_rules_that_mean_nothing_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Config.build("m", online_quant_config=fields)
 
 
 def test_weights_are_rounded_once():
